@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.runtime.mesh.roles import init_roles
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.optim.grad_scaler import GradScaler
+    from autopar.runtime.replicas.replicas import Replicas
     from autopar.runtime.training.document_packer import packer
     from autopar.runtime.training.ema import ema
     from autopar.runtime.training.expert_bias import balance_experts
@@ -48,6 +49,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Precision",
+    "Replicas",
     "Sampling",
     "balance_experts",
     "dp_rank_and_size",
@@ -75,6 +77,7 @@ _HOME = {
     "ParallelModule": "autopar.runtime.module.parallel_module",
     "Plan": "autopar.plan",
     "Precision": "autopar.precision",
+    "Replicas": "autopar.runtime.replicas.replicas",
     "Sampling": "autopar.serving.sampling_params",
     "balance_experts": "autopar.runtime.training.expert_bias",
     "dp_rank_and_size": "autopar.runtime.mesh.process_groups",

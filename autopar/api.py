@@ -54,7 +54,13 @@ from autopar.runtime.inputs.loss_fn import LOSS, with_loss
 from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.mesh.roles import Roles
-from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients, checks_of
+from autopar.runtime.module.argument_checks import (
+    check_arguments,
+    check_module,
+    check_no_gradients,
+    check_replicas,
+    checks_of,
+)
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optim.step_hooks import note_parameters
 from autopar.serve_model import ServeArguments, make_server
@@ -156,6 +162,7 @@ def parallelize(
         check_no_gradients(model)
         check_arguments(asked, dump, plan, example_batch, **how)
         checks = checks_of(check)
+        check_replicas(asked.replicas, backend, padding, checks)
         check_writable(dump)
         originals = {"": model} | ({LOSS: loss} if isinstance(loss, nn.Module) else {})
         model = model if loss is None else with_loss(model, loss)
@@ -174,7 +181,7 @@ def parallelize(
         parallel = ParallelModule(
             skeleton, compiler, groups, found, specs, values, buffers, backend, seed, broadcast_weights,
             check_replica_inputs, chosen.microbatches, outputs_with_grad, lift_to_float64,
-            checks,
+            checks, chosen.replicas,
         )  # fmt: skip
         parallel.watch_originals(originals, shared_memory)
         parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))
@@ -373,7 +380,9 @@ def _compiler(
         if not unchanged:
             shared.forget()
         # an evaluation accumulates no gradients and drops no tokens
-        chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity_factor=0.0)
+        chosen = (
+            options if how["train"] else dataclasses.replace(options, microbatches=1, replicas=1, capacity_factor=0.0)
+        )
         measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent", "health") if name in how}
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None

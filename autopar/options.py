@@ -167,6 +167,11 @@ class Options:
         "saves time by estimate, True wherever the shapes allow it",
     )  # fmt: skip
     microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
+    replicas: int = _option(
+        1,
+        POSITIVE,
+        "worlds with a mesh of their own that train together, each on its shard of the batch: `autopar.Replicas`",
+    )
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],
         ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
@@ -311,6 +316,11 @@ class Options:
         """Whether sharded parameters are gathered, and cast, once per step (else for each use)."""
         stage = ZERO_STAGES[self.zero]
         return stage.gathers_once if self.reshard_after_forward == "auto" else not self.reshard_after_forward
+
+    @property
+    def all_microbatches(self) -> int:
+        """The microbatches of a step, those of all replicas."""
+        return self.microbatches * self.replicas
 
     @property
     def reduces_once(self) -> bool:

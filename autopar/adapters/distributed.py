@@ -125,6 +125,11 @@ def group_of_members(
     return made
 
 
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo group beside the default one, of processes that share a store alone; returns when all are connected."""
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
 def _all_connected(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Wait for all members of a new group, if they have connected: one that ends before breaks those still at it."""
     backend, store = distributed_c10d._world.pg_map[group]

@@ -22,7 +22,17 @@ from autopar.version import VERSION
 
 _LIBRARIES = ("numpy", "transformers", "accelerate", "triton", "flash-attn", "safetensors", "scipy", "rich")
 _SETTINGS = re.compile(r"(AUTOPAR|TORCH|PYTORCH|NCCL|GLOO|OMP|MKL|CUDA|HF|TRANSFORMERS)_|(RANK|LOCAL_RANK|WORLD_SIZE)$")
-_READ = ("CACHE", "CACHE_CHECK", "CACHE_SIZE", "DUMP", "FLIGHT", "HEARTBEAT_TIMEOUT", "TIMEOUT")
+_READ = (
+    "CACHE",
+    "CACHE_CHECK",
+    "CACHE_SIZE",
+    "DUMP",
+    "FLIGHT",
+    "HEARTBEAT_TIMEOUT",
+    "REPLICA",
+    "REPLICA_STORE",
+    "TIMEOUT",
+)
 _OWN = tuple(f"AUTOPAR_{name}" for name in _READ)
 _OTHER_WORDS = {"autopar_silence": "AUTOPAR_HEARTBEAT_TIMEOUT"}
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")

@@ -14,6 +14,7 @@
     autopar calibrate --ranks 4 --out machine.json
     autopar cache --clear
     autopar flight ~/.cache/autopar/flight/JOB
+    autopar replica-store --port 29600
     autopar env
     autopar demo
 
@@ -39,6 +40,7 @@ from autopar.cli.command import Command, Parser
 from autopar.cli.experts_command import EXPERTS
 from autopar.cli.flight_command import FLIGHT
 from autopar.cli.plan_command import PLAN
+from autopar.cli.replica_store_command import REPLICA_STORE
 from autopar.cli.schedule_command import SCHEDULE
 from autopar.cli.serve_command import SERVE
 from autopar.cli.shared_arguments import OFTEN, add_model, add_option, mesh
@@ -103,7 +105,7 @@ VERIFY = Command(
 
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that SIGINT or SIGPIPE ends
-COMMANDS = (PLAN, SHOW, VERIFY, SERVE, SCHEDULE, ATTENTION, EXPERTS, CALIBRATE, CACHE, FLIGHT, ENV, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SERVE, SCHEDULE, ATTENTION, EXPERTS, CALIBRATE, CACHE, FLIGHT, REPLICA_STORE, ENV, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -175,7 +175,7 @@ def _compiled(
 ) -> Compiled:
     options = options or (plan.options if plan is not None else Options())
     timings = {} if timings is None else timings
-    ctx = Compilation(mesh.with_microbatches(options.microbatches), observers=list(observers), timings=timings)
+    ctx = Compilation(mesh.with_microbatches(options.all_microbatches), observers=list(observers), timings=timings)
     ctx.observe("capture", gm)
     gm = normalized(gm, ctx)
     if outputs is not None:

@@ -38,7 +38,7 @@ def for_whole_batch(
     The global batch is built along likely batch dims, and built anew if the plan finds others. That does not happen
     for a model whose inputs an adapter knows, or a plan that knows them.
     """
-    ranks, known = mesh.data_size, known_batch_dims(model, batch, options, fixed)
+    ranks, known = mesh.data_size * options.replicas, known_batch_dims(model, batch, options, fixed)
     shapes = {name: tuple(x.shape) for name, x in tensors_of(without_static_inputs(batch)).items()}
     dims, tried = likely_dims(shapes, known), []
     while dims not in tried:

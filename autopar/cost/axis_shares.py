@@ -149,7 +149,7 @@ class _TypedCalls:
         self.flops: dict[Node, float] = {}
         self.weights: dict[Node, str] = {}  # value that depends on no input -> a weight that it depends on
         self.reached: set[Node] = set()  # values that depend on an input
-        mesh = plan.mesh.with_microbatches(plan.options.microbatches)
+        mesh = plan.mesh.with_microbatches(plan.options.all_microbatches)
         names, specs = names_of_parameters(gm), input_specs(gm)
         for node in gm.graph.nodes:
             if node.op == "placeholder":

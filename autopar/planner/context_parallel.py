@@ -161,7 +161,7 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
     args = arguments(node)
     batch, heads, queries, width = global_shape(args["q"])
     _, kv_heads, keys, value_width = global_shape(args["v"])
-    tp, parts = mesh.size("tp"), mesh.data_size * options.microbatches
+    tp, parts = mesh.size("tp"), mesh.data_size * options.all_microbatches
     group, tp = heads // kv_heads, tp if kv_heads > 1 else 1
     kv_heads = -(-kv_heads // tp)  # with padding where they do not divide
     bias = args["bias"]

@@ -72,7 +72,7 @@ def make_plan(
     check_names(asked)
     check_used(asked, mesh)
     _check(mesh, digest, fixed)
-    options = dataclasses.replace(asked, sequence_parallel=False, microbatches=1) if example else asked
+    options = dataclasses.replace(asked, sequence_parallel=False, microbatches=1, replicas=1) if example else asked
     if fixed is not None:
         check_fits(dataclasses.replace(fixed, inputs={}), gm)
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
@@ -81,7 +81,7 @@ def make_plan(
     streams: tuple[Stream, ...] = ()
     pieces: dict[str, Placement] = {}
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
-    check_draws(gm, mesh, asked.microbatches)
+    check_draws(gm, mesh, asked.all_microbatches)
     axis, why = expert_axis(gm, mesh, asked) if fixed is None else (kept_axis(asked, fixed), "")
     experts = plan_experts(gm, mesh, asked, axis)
     of_experts = {name: axis for name in expert_parameters(gm, names, experts)}
@@ -97,13 +97,14 @@ def make_plan(
         for node, name in names.items() if mesh.size(axis) > 1 else ():
             p = _data_parallel(node, parameters[name], options, mesh, axis, of_experts.get(name, ""))
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
-    if options.microbatches > 1:
+    if options.all_microbatches > 1:
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of microbatches are accumulated")
     dims = _batch_dims(gm, mesh, asked, fixed)
-    met = whole_over_microbatches(gm, dims, mesh.data_size * options.microbatches) if options.microbatches > 1 else {}
+    parts = mesh.data_size * options.all_microbatches
+    met = whole_over_microbatches(gm, dims, parts) if options.all_microbatches > 1 else {}
     notes += [(f"input {name}", f"whole in each microbatch: its rows meet in {where}") for name, where in met.items()]
-    inputs = _inputs(gm, mesh, options.microbatches, dims, met)
+    inputs = _inputs(gm, mesh, options.all_microbatches, dims, met)
     if mesh.size("cp") > 1:
         recurrences, whole = plan_recurrences(gm, mesh, options, context.streams)
         context.streams += recurrences
@@ -282,7 +283,7 @@ def _of_ranks(mesh: Mesh) -> str:
 
 def _batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
     """Which dim of each input is the batch; empty if the batch is not split."""
-    if mesh.data_size == options.microbatches == 1:
+    if mesh.data_size == options.all_microbatches == 1:
         return {}
     return decide_batch_dims(gm, options, fixed)
 

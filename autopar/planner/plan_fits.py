@@ -78,7 +78,7 @@ def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collec
 
 def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:
     """Each axis shards the local shape that the axes before it leave. Raises ValueError."""
-    mesh, left = plan.mesh.with_microbatches(plan.options.microbatches), shape
+    mesh, left = plan.mesh.with_microbatches(plan.options.all_microbatches), shape
     for axis, pieces in mesh.cut_order.items():
         p = placements.get(axis)
         if not isinstance(p, Shard):

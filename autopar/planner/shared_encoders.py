@@ -82,7 +82,7 @@ def _stream(node: Node, name: str, axis: str, plan: Plan) -> Stream | None:
 
 def _pieces(node: Node, name: str, axis: str, plan: Plan) -> int:
     """Into how many pieces the axes after this one shard the rows of an input."""
-    mesh = plan.mesh.with_microbatches(plan.options.microbatches)
+    mesh = plan.mesh.with_microbatches(plan.options.all_microbatches)
     later = list(mesh.cut_order)[list(mesh.cut_order).index(axis) + 1 :]
     placed = {a for a, p in plan.inputs.get(name, {}).items() if isinstance(p, Shard)}
     placed |= {s.axis for s in plan.streams if s.rows and s.node == node.name}
@@ -95,7 +95,7 @@ def _seconds(region: Sequence[Node], stream: Stream, name: str, plan: Plan, opti
     mesh = plan.mesh.with_microbatches(1)
     ranks = plan.mesh.size(axis)
     placed = {a for a, p in plan.inputs.get(name, {}).items() if isinstance(p, Shard) and a in mesh.cut_order}
-    parts = math.prod(mesh.size(a) for a in placed)  # of a rank, all microbatches together
+    parts = math.prod(mesh.size(a) for a in placed) * options.replicas  # of a rank, all microbatches together
     each = stream.units or ranks
     kept = -(-each // ranks) / each  # of the rows, padding included
     each_way = math.fsum(node_seconds(n, device) for n in region) / parts

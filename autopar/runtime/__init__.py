@@ -12,6 +12,7 @@ checkpoint          files: checkpoints, safetensors
 guards              what a compiled step depends on
 module              `ParallelModule`
 training            launch, data, save and load
+replicas            worlds that train together, and may leave and return
 schedules           pipeline schedules, as data
 
 Stands on steps, ir and attention. `autopar.api`, verification and the command line import it.

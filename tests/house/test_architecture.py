@@ -57,6 +57,7 @@ FLOORS: tuple[set[str], ...] = (
     {"runtime.checkpoint", "runtime.guards"},
     {"runtime.module"},
     {"runtime.training"},
+    {"runtime.replicas"},
     {"runtime"},
     {"serving"},
     {"serve_model"},

@@ -4,6 +4,7 @@ Consumes    a local graph with placements whose outermost axis is "mb", the micr
 Guarantees  no conversion over "mb" is left. Values without gradient that all microbatches share are totals, inputs
             ``total_0``, ... of the main graph: those that are summed (the count of targets), and those that are
             gathered (the experts of all tokens, whose capacity is counted globally), as a sum of zero-padded shards.
+            With replicas, whose microbatches are among these, so is their number: some may be absent.
             A prologue graph computes totals of inputs. Totals that depend on weights are computed by a pre-pass
             without gradients (`split_statistics`); with aux_loss_scope="microbatch" the sums of one microbatch, times
             their number, replace those of all. The runtime accumulates the rest (gradients of parameters, the loss).
@@ -24,19 +25,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.conversions import conversion_of, exchange, is_conversion
 from autopar.ir.graph import (
     add_placeholder,
     ancestors,
     described_at,
     extracted,
     has_gradient,
+    insert_call,
     placeholders,
     remove_dead_code,
     run_fake,
 )
 from autopar.ir.meta import TYPES, extend_signature, inherit
-from autopar.ir.placement import Invariant, Partial, Replicate, Shard
+from autopar.ir.placement import INVARIANT, PARTIAL, Invariant, Partial, Replicate, Shard
 from autopar.ir.signature import InputSpec
 from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
@@ -54,6 +56,9 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         return gm, None, None
     assert ctx.plan is not None
     cuts: list[Node] = []
+    present: Node | int = count
+    if ctx.plan.options.replicas > 1:
+        present = _number_present(gm, count)
     for node in list(gm.graph.nodes):
         if not is_conversion(node) or conversion_of(node)[0] != "mb":
             continue
@@ -67,7 +72,7 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         elif isinstance(src, Replicate) and isinstance(dst, Partial):
             node.target, node.args = (
                 aten.div.Tensor,
-                (node.args[0], count),
+                (node.args[0], present),
             )  # all compute the same: an addend once divided
         elif isinstance(dst, Shard) and not isinstance(src, (Shard, Partial)):
             _slice_by_index(gm, node, count, dst)
@@ -79,9 +84,16 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
     learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
     if ctx.plan.options.aux_loss_scope == "microbatch":
         for cut in [cut for cut in learned if isinstance(conversion_of(cut)[1], Partial)]:
-            cut.target, cut.args = aten.mul.Tensor, (cut.args[0], count)  # its own addend instead of the sum
+            cut.target, cut.args = aten.mul.Tensor, (cut.args[0], present)  # its own addend instead of the sum
             cuts.remove(cut)
         learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
+    if isinstance(present, Node) and not present.users:
+        cuts.remove(present)
+    if isinstance(present, Node) and learned:
+        raise ValueError(
+            f"replicas: {described_at(next(iter(learned)))} is a statistic of all microbatches and depends on weights, "
+            'which replicas do not exchange; use aux_loss_scope="microbatch"'
+        )
     _refuse_chains([cut for cut in cuts if cut not in learned])
     addends = dict(_as_total(gm, cut, i) for i, cut in enumerate(cuts))
     later = [total for total, cut in zip(addends, cuts, strict=True) if cut in learned]
@@ -93,6 +105,17 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         return gm, None, pre_pass
     inputs = [n.name for n in placeholders(prologue)]
     return gm, Prologue(prologue, inputs, prologue.meta["results"]), pre_pass
+
+
+def _number_present(gm: GraphModule, count: int) -> Node:
+    """The number of microbatches of a step, of which some may be absent: the sum of 1 from each of them."""
+    first = placeholders(gm)[-1].next
+    one = insert_call(first, aten.full.default, ([], 1.0), {"device": first.prev.meta["val"].device})
+    number = insert_call(first, exchange, (one, "mb", count, str(PARTIAL), str(INVARIANT)))
+    for node in (one, number):
+        node.meta |= {"placements": {}, "global_shape": (), "has_gradient": False}
+    number.meta["conversion"] = "mb", PARTIAL, INVARIANT
+    return number
 
 
 def _bypass(node: Node) -> None:

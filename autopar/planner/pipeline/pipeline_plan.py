@@ -111,7 +111,7 @@ class _Planner:
                 if chunks == 1:
                     raise
                 continue
-            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.microbatches
+            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.all_microbatches
             t = tuple(time / shares for time in times)
             comm = Links.of(self.options, self.mesh).seconds("pp", "send", sent / shares * self.mesh.size("tp"))
             costs[chunks] = Costs(t, t, t, comm=comm, activations=t, stash=tuple(x / 2 for x in t))

@@ -60,11 +60,12 @@ class SavedStep(NamedTuple):
 class RunLineage:
     """One run, from its first checkpoint on. ``name``: stored in each checkpoint, and adopted by a model that loads
     one. began: when the model was created, in seconds. seen: by folder, the newest checkpoint when this model last
-    saved or loaded there."""
+    saved or loaded there. shared: replicas save this run, one at a time."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     began: float = field(default_factory=time.time)
     seen: dict[Path, SavedStep | None] = field(default_factory=dict)
+    shared: bool = False
 
 
 class CheckpointDir:
@@ -133,7 +134,7 @@ class CheckpointDir:
         """Refuse two runs at a time: each would resume from the other's checkpoints. One after the other is fine."""
         newest, line = newest_in(self.folder), self._line
         known = line.seen.get(self.folder)
-        if newest is None or newest == known:
+        if newest is None or newest == known or (line.shared and newest.run == line.name):
             return
         if known is None:
             since, others = "began", (self.folder / newest.name / MANIFEST).stat().st_mtime > line.began

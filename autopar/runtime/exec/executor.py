@@ -111,6 +111,7 @@ class Executor:
         self._experts: dict[int, list[str]] = {}  # stage -> names of layers
         self._known: dict[str, Any] = {}  # by name, fake values returned by compiled code
         self.record = False
+        self.totals: list[Tensor] | None = None  # of all replicas; a step takes them for those of its own batch
         self._pause_axis = axis_of_experts(compiled.plan.experts)  # where overlapped graphs take turns
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.microbatches == self.microbatches, f"{self.order.name} is for other microbatches"
@@ -125,6 +126,7 @@ class Executor:
         self.program: Program = ProgramBuilder(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.inputs, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
+            self._over_replicas,
         ).program()  # fmt: skip
         whole = {name: self.inputs.unsplit_name(name) for _, name, _ in self.program.loads}
         self._stored_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
@@ -215,6 +217,20 @@ class Executor:
                     losses, result.gradients, self._named(values), lambda: [x for _, x in _named_results(again())]
                 )
             return result
+
+    @torch.no_grad()
+    def own_totals(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """The totals over this replica's batch (counts of targets), without the rest of the step."""
+        slots = self._loaded(values)
+        with self._calling("totals"):
+            for instruction in self._forward[0].instructions:
+                if instruction.apply == self._over_replicas:
+                    return [slots[i] for i in instruction.reads]
+                instruction.run(slots)
+        return []
+
+    def _over_replicas(self, own: list[Tensor]) -> list[Tensor]:
+        return own if self.totals is None else self.totals
 
     @property
     def _replays(self) -> bool:

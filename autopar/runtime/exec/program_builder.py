@@ -47,7 +47,8 @@ Bind = Callable[[StepGraph], Lowered]
 class ProgramBuilder:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
     runnable. ``results``: outputs of F to keep, of the last microbatch. ``precision``: says what gradients of
-    microbatches are added up in. ``share``: sums values over stages, where there are some."""
+    microbatches are added up in. ``share``: sums values over stages, where there are some. ``over_replicas``: sums
+    totals over replicas."""
 
     def __init__(
         self,
@@ -62,9 +63,11 @@ class ProgramBuilder:
         results: Collection[str],
         precision: Precision,
         share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
+        over_replicas: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
         self.values = values = ValueSlots(pipeline, order, rank, inputs, prologue)
         self.pre_pass = StatisticsProgram(values, channels, device, self.run, share)
+        self.over_replicas = over_replicas
         self.channels, self.device, self.precision = channels, device, precision
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
@@ -148,6 +151,7 @@ class ProgramBuilder:
             for i in range(self.order.microbatches):
                 self.run(entry, totals, [shared(name, i) for name in totals.inputs], addends)
                 self._add(entry, addends, sums)
+            entry.instructions.append(Instruction(self.over_replicas, sums, sums))
         self.pre_pass.add(entry)
         if once is not None:
             reads = [shared(name, 0) for name in once.inputs]

@@ -18,6 +18,7 @@ from autopar.ir.placement import Placement, Shard
 from autopar.steps.graphs import Compiled
 
 SCALE = "loss scale"  # what gradients of losses start from
+REPLICA_SHARD = "shard of a replica"  # which one of the batch of several replicas a step computes, from 0
 
 
 class StepInputs:
@@ -59,7 +60,8 @@ class StepInputs:
         if spec is None or (spec.kind == "total" and name in values):
             return values[name]
         if spec.kind == "microbatch":
-            return torch.full((), microbatch, device=self._device)  # without a copy from the host
+            first = int(values[REPLICA_SHARD]) * self.microbatches if REPLICA_SHARD in values else 0
+            return torch.full((), first + microbatch, device=self._device)  # without a copy from the host
         value = values[spec.name]
         cut = self._cut(spec.name)
         if not isinstance(cut, Shard):  # the number of the microbatch is made above

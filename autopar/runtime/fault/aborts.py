@@ -35,18 +35,23 @@ _made: dict[int, int] = {}  # descriptor -> inode, which differs once the descri
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
+def recorded(made: dict[int, int] = _made) -> Iterator[None]:
     """Context manager: records the sockets opened inside as those of process groups."""
     before = _sockets()
     yield
-    _made.update({number: inode for number, inode in _sockets().items() if before.get(number) != inode})
+    made.update({number: inode for number, inode in _sockets().items() if before.get(number) != inode})
 
 
 def break_all(store_port: int) -> None:
-    """Make every wait in a process group fail, now and later. Connections of the store are kept, of clients and of a
-    store hosted here: they may have been opened at the same time."""
+    """Make every wait in a process group fail, now and later."""
+    shut_down(_made, store_port)
+
+
+def shut_down(made: dict[int, int], store_port: int) -> None:
+    """Shut down recorded sockets. Connections of the store are kept, of clients and of a store hosted here: they may
+    have been opened at the same time."""
     now = _sockets()
-    for number, inode in _made.items():
+    for number, inode in list(made.items()):
         if now.get(number) == inode:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 peer = connection.getpeername()  # raises for a listening socket: gloo ends the process if that breaks

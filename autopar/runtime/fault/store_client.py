@@ -63,11 +63,17 @@ class Answer:
 
 class StoreClient:
     """A connection to the store: ``line.ask(lambda store: store.get("x"))``. Waits at most ``timeout`` seconds, or
-    `LEAST`, for each answer after the first. ``patience``: the default limit. ``connect``: creates torch's client."""
+    `LEAST`, for each answer after the first. ``patience``: the default limit. ``connect``: creates torch's client.
+    ``host``: of a store that is not that of the default group, as the subject of a sentence."""
 
     def __init__(
-        self, store: dist.Store, timeout: float = inf, connect: Callable[[dist.Store], dist.Store] = own_client
+        self,
+        store: dist.Store,
+        timeout: float = inf,
+        connect: Callable[[dist.Store], dist.Store] = own_client,
+        host: str = "",
     ) -> None:
+        self._host = host
         self.patience = max(LEAST, min(PATIENCE, timeout))
         self._jobs: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Answer]] = queue.SimpleQueue()
         self._silent, self._met, self._connect = "", False, connect
@@ -84,11 +90,11 @@ class StoreClient:
         self._jobs.put((question, answer))
         self._met = answer.wait(limit)
         if not self._met:
-            self._silent = f"{store_host()} did not respond for {limit:.0f} s"
+            self._silent = f"{self._host or store_host()} did not respond for {limit:.0f} s"
             raise StoreError(self._silent)
         if isinstance(answer.error, (RuntimeError, OSError)):
             raise StoreError(
-                f"{store_host()} cannot be reached [{str(answer.error).splitlines()[0]}]"
+                f"{self._host or store_host()} cannot be reached [{str(answer.error).splitlines()[0]}]"
             ) from answer.error
         if answer.error is not None:
             raise answer.error

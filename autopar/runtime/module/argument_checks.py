@@ -92,6 +92,20 @@ def checks_of(given: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
+def check_replicas(count: int, backend: str, padding: Any, checks: tuple[str, ...]) -> None:
+    """Raises ValueError for arguments that do not go with several replicas."""
+    given = {
+        f"check={list(checks)}": bool(checks),
+        f"padding={padding!r}": padding != "exact",
+        f"backend={backend!r}": "cudagraphs" in backend,
+    }
+    if count > 1 and (found := next((words for words, asked in given.items() if asked), "")):
+        raise ValueError(
+            f"replicas: a step is computed by {count} worlds that do not share everything, found {found}, which needs "
+            "one world; leave it out"
+        )
+
+
 def check_arguments(
     options: Options,
     dump: Any,

@@ -28,7 +28,7 @@ from autopar.runtime.exec.buffer_updates import plain_buffers
 from autopar.runtime.exec.executor import Executor, per_rank
 from autopar.runtime.exec.finite_check import FINITE, FiniteCheck
 from autopar.runtime.exec.replay_check import BitsDiffer, ReplayCheck, replay_every
-from autopar.runtime.exec.step_inputs import SCALE
+from autopar.runtime.exec.step_inputs import REPLICA_SHARD, SCALE
 from autopar.runtime.exec.value_checks import ValueChecks
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.guards.global_state import GlobalTorchState, need_gradients, no_anomalies, outside
@@ -97,8 +97,11 @@ class ParallelModule(ModuleFacade):
         outputs_with_grad: bool | str = False,
         lift_to_float64: bool = False,
         check: Collection[str] = (),
+        replicas: int = 1,
     ) -> None:
         super().__init__()
+        self.replicas = replicas
+        self._shard: tuple[int, list[Tensor]] | None = None  # within `shard_of_batch`
         self._lift_to_float64, self._generation = lift_to_float64, None
         self._whole_outputs, self._of_rank = outputs_with_grad is True, outputs_with_grad == RANK
         self._groups, self._seed = groups, seed
@@ -207,6 +210,11 @@ class ParallelModule(ModuleFacade):
             need_gradients()
             no_anomalies()
             self._need_scaler()
+            if self.replicas > 1 and self._shard is None:
+                raise ValueError(
+                    f"train_step: computes one shard of the batch of {self.replicas} replicas, found no exchange with "
+                    "the others; call train_step of autopar.Replicas(model)"
+                )
             if self._replay is not None:
                 self._replay.begin()
             executor, values = self._prepare(self._named(args, batch), Kind(True, ()), surroundings)
@@ -222,6 +230,31 @@ class ParallelModule(ModuleFacade):
             if self._replay is not None:
                 self._replay.end()
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
+
+    @torch.compiler.disable
+    def own_totals(self, **batch: Any) -> list[Tensor]:
+        """What replicas add up before a step: the counts of targets of this batch, and the like. Collective."""
+        with error_context("train_step"), outside(self._groups.device) as surroundings:
+            number = self.training_steps + 1
+            executor, values = self._prepare(self._named((), batch), Kind(True, ()), surroundings, number)
+            return executor.own_totals(values)
+
+    def written_buffers(self) -> list[str]:
+        """Names of the buffers that training steps so far have written to."""
+        outputs = (
+            s for runner in self._cache.runners if runner.compiled.train for s in runner.compiled.signature.outputs
+        )
+        return [s.name for s in outputs if s.kind == "mutation"]
+
+    @contextlib.contextmanager
+    def shard_of_batch(self, index: int, totals: list[Tensor]) -> Iterator[None]:
+        """Context manager: `train_step` computes one shard of the batch of several replicas, and returns its addend to
+        the loss. ``totals``: the sums over all shards of what `own_totals` returns."""
+        self._shard = index, totals
+        try:
+            yield
+        finally:
+            self._shard = None
 
     @torch.compiler.disable
     def forward(self, *args: Any, **batch: Any) -> Any:
@@ -314,6 +347,11 @@ class ParallelModule(ModuleFacade):
         count = self._cache.microbatches
         if count > 1:
             return f"model(**batch): works without microbatches, found microbatches={count}; use train_step(**batch)"
+        if self.replicas > 1:
+            return (
+                f"model(**batch): replicas exchange in train_step alone, found replicas={self.replicas}; use "
+                "train_step of autopar.Replicas(model), or eval_step(**batch)"
+            )
         return ""
 
     def _unlike(self, executor: Executor, values: Mapping[str, Tensor]) -> str:
@@ -387,6 +425,11 @@ class ParallelModule(ModuleFacade):
 
     def take_scaler(self, scaler: GradScaler) -> Groups:
         """Scale the losses of ``train_step`` from now on; called by `autopar.GradScaler`."""
+        if self.replicas > 1:
+            raise ValueError(
+                "GradScaler: replicas do not agree on a scale, found replicas="
+                f"{self.replicas}; compute in bfloat16 (precision='bf16')"
+            )
         self._scaler = scaler
         return self._groups
 
@@ -440,6 +483,10 @@ class ParallelModule(ModuleFacade):
         seed = step_seed(self._seed, self.training_steps if step is None else step)
         scaled = self._scaler is not None and not kind.cotangents  # these come from a loss that is scaled already
         values[SCALE] = self._scaler.seed * self._weight if scaled and self._scaler else self._weight
+        executor.totals = None
+        if self._shard is not None:
+            index, executor.totals = self._shard
+            values[REPLICA_SHARD] = torch.tensor(index)
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
 

@@ -191,7 +191,7 @@ class AsyncSave:
         try:
             names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
             told = [read_shown(self._draft / name) for name in names]
-            manifest = {**_joined(told, self._common), **whole_index(part["index"] for part in told)}
+            manifest = {**joined(told, self._common), **whole_index(part["index"] for part in told)}
             manifest["sums"] = {file: part["sums"] for part in told for file in part["index"]["files"]}
             for name in names:
                 (self._draft / name).unlink()
@@ -221,7 +221,7 @@ class AsyncSave:
         return found
 
 
-def _joined(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:
+def joined(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the run, from the reports of all ranks."""
     optimizers = []
     for i, known in enumerate(common["optimizers"]):

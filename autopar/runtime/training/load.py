@@ -106,25 +106,37 @@ def load(
         if not chosen:
             return Loaded(path, 0, {}, {}, {})
         checkpoint = Path(chosen)
-        make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
-        loading = raise_on_all_ranks(groups, "load", make)
-        raise_on_all_ranks(groups, "load", loading.read)
-        try:
-            raise_on_all_ranks(groups, "load", loading.give_states)
-        except Exception:
-            loading.take_states_back()
-            raise
-        model.begin_loading()
-        raise_on_all_ranks(groups, "load", loading.fill)
-        loading.put()
+
+        def opened() -> Loading:
+            manifest = read_manifest(checkpoint)
+            saved = SavedTensors(checkpoint, manifest)
+            return Loading(str(checkpoint), manifest, saved, held, optimizers, schedulers, extra or {})
+
+        loading = put_in_place(model, optimizers, opened)
         held.line.name = loading.run or held.line.name
         held.line.seen[checkpoint.parent.resolve()] = newest[0] if newest else None
-        counts = loading.counts
-        model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
-        if not loading.gradients:
-            for optimizer_ in optimizers:
-                note_step(optimizer_)
-    return Loaded(checkpoint, counts["step"], loading.extra, *loading.of_run)
+    return Loaded(checkpoint, loading.counts["step"], loading.extra, *loading.of_run)
+
+
+def put_in_place(model: ParallelModule, optimizers: Sequence[Optimizer], make: Callable[[], Loading]) -> Loading:
+    """Put a state in place, once all ranks have found that it fits. Collective. Raises the errors of `Loading`."""
+    groups = model.held().groups
+    loading = raise_on_all_ranks(groups, "load", make)
+    raise_on_all_ranks(groups, "load", loading.read)
+    try:
+        raise_on_all_ranks(groups, "load", loading.give_states)
+    except Exception:
+        loading.take_states_back()
+        raise
+    model.begin_loading()
+    raise_on_all_ranks(groups, "load", loading.fill)
+    loading.put()
+    counts = loading.counts
+    model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
+    if not loading.gradients:
+        for optimizer in optimizers:
+            note_step(optimizer)
+    return loading
 
 
 def _chosen(folder: Path, newest: list[SavedStep | None], missing_ok: bool) -> str:
@@ -139,19 +151,21 @@ def _chosen(folder: Path, newest: list[SavedStep | None], missing_ok: bool) -> s
     return str(found)
 
 
-class _Loading:
-    """One load on this rank: the constructor checks, `read` and `fill` read tensors, `put` puts states in place."""
+class Loading:
+    """One load on this rank: the constructor checks, `read` and `fill` read tensors, `put` puts states in place.
+    ``checkpoint``: its name in errors. ``saved``: its tensors; for the interface see `SavedTensors`."""
 
     def __init__(
         self,
-        checkpoint: Path,
+        checkpoint: str,
+        manifest: Mapping[str, Any],
+        saved: Any,
         held: RankState,
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
         stateful: Mapping[str, Any],
     ) -> None:
-        self.manifest = read_manifest(checkpoint)
-        self._saved, self._held = SavedTensors(checkpoint, self.manifest), held
+        self.manifest, self._saved, self._held = manifest, saved, held
         self._schedulers, self._stateful = schedulers, stateful
         self._before: list[tuple[Callable[[Any], Any], Any]] = []
         with _in_words(f"the manifest of {checkpoint} is damaged"):
