@@ -125,6 +125,11 @@ def check_arguments(
             f"padding: padded tokens would use up expert capacity, found capacity_factor={options.capacity_factor}; "
             "use padding or capacity_factor, not both"
         )
+    if padding != "exact" and not options.precision.scales_by_token:
+        raise ValueError(
+            f"padding: padded tokens would change the scales of products in few bits, found {options.precision!r}; use "
+            "padding=\"exact\", or a policy with scaling='row' and wide_weight_gradient=True"
+        )
     if padding != "exact" and outputs_with_grad is True:
         raise ValueError(
             f"outputs_with_grad: returns outputs of the global batch, found padding={padding!r}, which pads the "
