@@ -264,7 +264,7 @@ class Plan:
         how = self.options.precision
         lines = [
             f"  products of {len(self.products) - len(kept)} of {len(self.products)} weights of linear layers are of "
-            f"{how.product}, scaled by {how.scaling}"
+            f"{how.product}, scaled by {how.scaling}{', gathered in eight bits' if how.gather else ''}"
         ]
         return lines + [f"    {name:<58} stays wide: {why}" for name, why in kept.items()]
 

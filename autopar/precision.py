@@ -33,7 +33,9 @@ class Precision:
     product: "float8" for the products of linear layers, forward and backward, whose operands are scaled and rounded;
     what they compute is in ``compute``. scaling: one scale per operand, "tensor", or per row and column, "row", from
     the operand itself. wide_weight_gradient: the gradients of weights are products in ``compute``. wide: modules whose
-    products stay in ``compute``, named as in ``keep``, besides those that always do (docs/few_bits.md).
+    products stay in ``compute``, named as in ``keep``, besides those that always do (docs/few_bits.md). gather:
+    "float8" gathers in eight bits what is only gathered to be an operand of such products with scaling="tensor":
+    parameters under zero=3, activations under sequence parallelism.
 
     Buffers, parameters of batch norms, and what a transformers model keeps in float32 are never cast. Raises ValueError
     for an unknown dtype.
@@ -48,6 +50,7 @@ class Precision:
     scaling: str = "tensor"
     wide_weight_gradient: bool = False
     wide: tuple[str, ...] = ()
+    gather: str = ""
 
     def __post_init__(self) -> None:
         for name in ("compute", "stored", "reduce"):
@@ -55,7 +58,7 @@ class Precision:
             if value not in ("", *FLOATS):
                 hint = did_you_mean(dtype_name(str(value)), FLOATS)
                 raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, FLOATS))}", value, hint)
-        for name, known in (("product", PRODUCTS), ("scaling", SCALINGS)):
+        for name, known in (("product", PRODUCTS), ("scaling", SCALINGS), ("gather", PRODUCTS)):
             if getattr(self, name) not in known:
                 raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, known))}", getattr(self, name))
         yes_or_no("precision.wide_weight_gradient", self.wide_weight_gradient)
@@ -63,10 +66,16 @@ class Precision:
             object.__setattr__(self, name, texts(f"precision.{name}", getattr(self, name)))
         if not self.compute and (self.stored or self.reduce or self.keep or self.product):
             raise ValueError(f"precision: needs a dtype to compute in, found {self}; add compute='bfloat16'")
-        if not self.product and (self.scaling != "tensor" or self.wide_weight_gradient or self.wide):
+        of_product = self.scaling != "tensor" or self.wide_weight_gradient or self.wide or self.gather
+        if not self.product and of_product:
             raise ValueError(
-                f"precision: scaling, wide_weight_gradient and wide are those of a product, found {self}; add "
+                f"precision: scaling, wide_weight_gradient, wide and gather are those of a product, found {self}; add "
                 "product='float8'"
+            )
+        if self.gather and self.scaling != "tensor":
+            raise ValueError(
+                f"precision: gather rounds shards by the scale of the whole, which needs one scale, found {self}; use "
+                "scaling='tensor', or leave gather out"
             )
         if self.product and self.compute == "float16":
             raise ValueError(
@@ -87,7 +96,7 @@ class Precision:
 
     def without_products(self) -> Precision:
         """The policy with all products in ``compute``."""
-        return replace(self, product="", scaling="tensor", wide_weight_gradient=False, wide=())
+        return replace(self, product="", scaling="tensor", wide_weight_gradient=False, wide=(), gather="")
 
     def __repr__(self) -> str:
         """The name of a predefined policy, else its fields."""

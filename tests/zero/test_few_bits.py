@@ -15,6 +15,9 @@ from torch.nn import functional as F
 import autopar
 from autopar.adapters.dispatch import DispatchMode
 from autopar.compile.model import compile_model
+from autopar.cost.flops import flops
+from autopar.cost.hardware import device_of
+from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ops.declare import COMPILED
 from autopar.ops.eager_products import ScaledProducts
@@ -33,6 +36,7 @@ from tests.support.subjects import make
 ours = torch.ops.autopar
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 EXACT = Precision("float64", "float64", "float64", product="float8")
+GATHERED = dataclasses.replace(EXACT, gather="float8")
 BY_ROW = dataclasses.replace(EXACT, scaling="row")
 BY_TOKEN = dataclasses.replace(BY_ROW, wide_weight_gradient=True)
 
@@ -161,6 +165,8 @@ def test_grouped_products_of_experts_are_said_to_stay_wide() -> None:
         ({"scaling": "row"}, "are those of a product"),
         ({"product": "float8", "compute": "float16"}, "the range of float32"),
         ({"product": "float8", "compute": ""}, "needs a dtype to compute in"),
+        ({"gather": "float8"}, "are those of a product"),
+        ({"product": "float8", "gather": "float8", "scaling": "row"}, "which needs one scale"),
     ],
 )
 def test_policies_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
@@ -223,6 +229,40 @@ def test_rounding_addends_of_a_gradient_is_a_type_error(monkeypatch: pytest.Monk
         compiled(made, {"tp": 4}, EXACT)
 
 
+def gathered_bytes(axis: str, sizes: dict[str, int], gather: str, **options: Any) -> int:
+    policy = dataclasses.replace(PRECISIONS["fp8"], gather=gather)
+    made = make("llama")
+    return step_communication(compiled((made[0].float(), made[1]), sizes, policy, **options))[axis, "all_gather"].bytes
+
+
+def test_gathers_of_products_move_half_the_bytes() -> None:
+    """Weights of the two layers (bfloat16: 2 bytes) are gathered by F and B; the embedding and the head stay wide, and
+    are gathered once and twice. Of activations, what the head takes does, once each way."""
+    layers = 2 * (32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 64)
+    before, after = (gathered_bytes("dp", {"dp": 2}, gather, zero=3) for gather in ("", "float8"))
+    assert before - after == layers * 2 * (2 - 1) // 2  # a rank sends its half
+    before, after = (gathered_bytes("tp", {"tp": 2}, gather, sequence_parallel=True) for gather in ("", "float8"))
+    stream = 8 * 16 * 32 // 2
+    assert before - after == 2 * (2 + 2) * stream  # two values of each layer, forward and backward
+    assert after - (before - after) == 2 * stream * 2  # the head's, in bfloat16
+
+
+def test_gathers_once_per_step_are_not_rounded() -> None:
+    with pytest.raises(ValueError, match="rounds parameters for each use, found zero=1, which gathers them once"):
+        compiled(make("one-layer llama"), {"dp": 2}, GATHERED, zero=1)
+
+
+def test_the_price_is_that_of_products_in_float8() -> None:
+    step = compiled(make("one-layer llama"), {"dp": 2}, EXACT)
+    (local, *_) = (n for n in step.local.graph.nodes if n.target is scaled_linear)
+    (product, *_) = _calls(step.stage.forward.graph, ours.scaled_mm.default)
+    m, k = product.args[0].meta["val"].shape
+    assert flops(local) == flops(product) == 2 * m * k * product.meta["val"].shape[1]
+    hopper, ampere = (device_of(Options(target_hardware=name)) for name in ("H100", "A100"))
+    assert hopper.speed(E4) == pytest.approx(hopper.chip.float8 * hopper.stack.products * hopper.stack.float8)
+    assert ampere.speed(E4) == ampere.speed(torch.bfloat16)
+
+
 # --- the same on every mesh ------------------------------------------------------------------------------------
 
 
@@ -246,6 +286,8 @@ def worst(made: tuple[nn.Module, dict[str, Tensor]], step: Compiled, policy: Pre
         ("llama", {"tp": 4}, {"sequence_parallel": True}, BY_ROW),
         ("bert", {"cp": 2}, {}, EXACT),
         ("llama", {"dp": 2}, {"zero": 1}, BY_TOKEN),
+        ("gpt2", {"dp": 2, "cp": 2}, {"zero": 3}, GATHERED),
+        ("llama", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}, GATHERED),
     ],
 )
 def test_loss_and_gradients_equal_one_process(
@@ -305,6 +347,8 @@ RUNS: list[tuple[dict[str, int], dict[str, Any], Precision]] = [
     ({"cp": 2}, {}, BY_ROW),
     ({"pp": 2}, {"schedule": "zb_h1", "microbatches": 2}, EXACT),
     ({"pp": 2}, {"schedule": "tera_pipe", "microbatches": 2}, BY_TOKEN),
+    ({"dp": 2}, {"zero": 3}, GATHERED),
+    ({"tp": 2}, {"sequence_parallel": True}, GATHERED),
 ]
 
 
