@@ -27,6 +27,7 @@ from autopar.passes.partition import scale_products
 from autopar.plan import Plan
 from autopar.precision import PRECISIONS, Precision
 from autopar.rewrite.step_checks import StepError
+from autopar.runtime.module.argument_checks import check_module
 from autopar.steps.graphs import Compiled
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
@@ -186,6 +187,17 @@ def padded() -> str:
     return refusal(
         lambda: autopar.parallelize(model.float(), mesh, precision="fp8", padding="bucket", example_batch=batch)
     )
+
+
+class Float8Linear(nn.Linear):
+    """As torchao's conversion makes them."""
+
+    __module__ = "torchao.float8.float8_linear"
+
+
+def test_a_model_that_torchao_has_converted_is_refused() -> None:
+    with pytest.raises(ValueError, match="found torchao's Float8Linear at 0; pass the model before its conversion"):
+        check_module(nn.Sequential(Float8Linear(16, 16)))
 
 
 # --- the graph -------------------------------------------------------------------------------------------------

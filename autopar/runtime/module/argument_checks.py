@@ -53,6 +53,11 @@ def check_module(model: Any) -> None:
                 f"parallelize: needs Python modules, found a ScriptModule{at}, which torch.export can't trace; pass "
                 "the module before torch.jit.script"
             )
+        if type(module).__module__.startswith(("torchao.float8", "torchao.prototype.mx_formats")):
+            raise ValueError(
+                f"parallelize: needs the model's own layers, found torchao's {type(module).__name__}{at}; pass the "
+                'model before its conversion, and precision="fp8" (tensorwise) or "fp8_row" (rowwise)'
+            )
         for wrapper, inside in WRAPPERS.items():
             if isinstance(module, wrapper):
                 raise ValueError(f"parallelize: replaces {wrapper.__name__}, found one{at}; pass its model{inside}")
