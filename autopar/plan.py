@@ -129,7 +129,8 @@ class Plan:
     ``shares``: what each axis shards, and what stands in the way. ``checkpoints``: the layers whose backward recomputes
     something. ``loss_chunks``: in how many chunks losses are computed. ``loss_gradients``: what computes the gradients
     of these chunks, the "forward" or, with their logits a second time, the "backward". ``draws``: whether steps draw
-    random numbers. (FLOPs of shares, checkpoints and loss chunks are known once a batch is compiled.)
+    random numbers. ``products``: with products in few bits, the weight of each linear layer -> why its products stay
+    wide, or "" if they are scaled. (FLOPs of shares, checkpoints and loss chunks are known once a batch is compiled.)
     """
 
     mesh: Mesh
@@ -150,6 +151,7 @@ class Plan:
     loss_chunks: int = 0
     loss_gradients: str = ""
     draws: bool = False
+    products: Mapping[str, str] = field(default_factory=dict)
 
     def parameter(self, name: str, axis: str) -> ParameterPlan:
         return self.parameters.get(name, {}).get(axis, ParameterPlan())
@@ -237,6 +239,7 @@ class Plan:
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
         for node, e in self.experts.items():
             lines.append(f"  experts of {node:<49} {e.axis}: {e.token_dispatcher}  {e.reason}")
+        lines += self._products()
         lines += self._candidates()
         lines += [f"  piece {name:<54} tp: {p}  of a replicated fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
@@ -254,6 +257,18 @@ class Plan:
             return ""
         dim = self.batch_dims[name]
         return "  no part of the batch" if dim is None else f"  batch: dim {dim}"
+
+    def _products(self) -> list[str]:
+        """How many products are scaled, and why others are not."""
+        if not self.products:
+            return []
+        kept = {name: why for name, why in self.products.items() if why}
+        how = self.options.precision
+        lines = [
+            f"  products of {len(self.products) - len(kept)} of {len(self.products)} weights of linear layers are of "
+            f"{how.product}, scaled by {how.scaling}{', gathered in eight bits' if how.gather else ''}"
+        ]
+        return lines + [f"    {name:<58} stays wide: {why}" for name, why in kept.items()]
 
     def _candidates(self) -> list[str]:
         """The candidates of the attentions, once for those that share them."""
@@ -290,7 +305,7 @@ def _renamed(value: Any) -> Any:
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    added = {"loss_gradients": "", "draws": False}
+    added = {"loss_gradients": "", "draws": False, "products": {}}
     if isinstance(streams := value.get("streams"), list):
         value = value | {"streams": [_STREAM | s if isinstance(s, dict) else s for s in streams]}
     return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, **added, **value}

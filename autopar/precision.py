@@ -3,17 +3,21 @@
 bf16        float32 parameters (what the optimizer steps), cast to bfloat16 where they are used
 bf16_pure   bfloat16 parameters; gradients are still summed in float32
 fp16        as bf16, in float16: needs a scaled loss (`autopar.GradScaler`)
+fp8         as bf16, with the products of linear layers in float8: one scale per operand
+fp8_row     the same with one scale per row and per column
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from autopar.spelling import did_you_mean
-from autopar.values import a_text, dtype_name, refuse, texts
+from autopar.values import a_text, dtype_name, refuse, texts, yes_or_no
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+PRODUCTS = ("", "float8")
+SCALINGS = ("tensor", "row")
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,6 +30,13 @@ class Precision:
     float32 (or in ``stored``, if wider), by path, by the end of their path, or by class; their inputs and outputs are
     cast. keep_inputs: inputs that are not cast.
 
+    product: "float8" for the products of linear layers, forward and backward, whose operands are scaled and rounded;
+    what they compute is in ``compute``. scaling: one scale per operand, "tensor", or per row and column, "row", from
+    the operand itself. wide_weight_gradient: the gradients of weights are products in ``compute``. wide: modules whose
+    products stay in ``compute``, named as in ``keep``, besides those that always do (docs/few_bits.md). gather:
+    "float8" gathers in eight bits what is only gathered to be an operand of such products with scaling="tensor":
+    parameters under zero=3, activations under sequence parallelism.
+
     Buffers, parameters of batch norms, and what a transformers model keeps in float32 are never cast. Raises ValueError
     for an unknown dtype.
     """
@@ -35,6 +46,11 @@ class Precision:
     reduce: str = ""
     keep: tuple[str, ...] = ()
     keep_inputs: tuple[str, ...] = ("labels",)
+    product: str = ""
+    scaling: str = "tensor"
+    wide_weight_gradient: bool = False
+    wide: tuple[str, ...] = ()
+    gather: str = ""
 
     def __post_init__(self) -> None:
         for name in ("compute", "stored", "reduce"):
@@ -42,15 +58,45 @@ class Precision:
             if value not in ("", *FLOATS):
                 hint = did_you_mean(dtype_name(str(value)), FLOATS)
                 raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, FLOATS))}", value, hint)
-        for name in ("keep", "keep_inputs"):
+        for name, known in (("product", PRODUCTS), ("scaling", SCALINGS), ("gather", PRODUCTS)):
+            if getattr(self, name) not in known:
+                raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, known))}", getattr(self, name))
+        yes_or_no("precision.wide_weight_gradient", self.wide_weight_gradient)
+        for name in ("keep", "keep_inputs", "wide"):
             object.__setattr__(self, name, texts(f"precision.{name}", getattr(self, name)))
-        if not self.compute and (self.stored or self.reduce or self.keep):
+        if not self.compute and (self.stored or self.reduce or self.keep or self.product):
             raise ValueError(f"precision: needs a dtype to compute in, found {self}; add compute='bfloat16'")
+        of_product = self.scaling != "tensor" or self.wide_weight_gradient or self.wide or self.gather
+        if not self.product and of_product:
+            raise ValueError(
+                f"precision: scaling, wide_weight_gradient, wide and gather are those of a product, found {self}; add "
+                "product='float8'"
+            )
+        if self.gather and self.scaling != "tensor":
+            raise ValueError(
+                f"precision: gather rounds shards by the scale of the whole, which needs one scale, found {self}; use "
+                "scaling='tensor', or leave gather out"
+            )
+        if self.product and self.compute == "float16":
+            raise ValueError(
+                "precision: products in float8 need a dtype with the range of float32 around them, found "
+                "compute='float16'; use compute='bfloat16'"
+            )
         if self.stored == "float16":
             raise ValueError(
                 "precision: parameters stored in float16 lose small optimizer updates, found stored='float16'; "
                 "use stored='float32'"
             )
+
+    @property
+    def scales_by_token(self) -> bool:
+        """Whether no scale depends on other tokens than the one that it is of: microbatches, token slices and padding
+        change nothing."""
+        return not self.product or (self.scaling == "row" and self.wide_weight_gradient)
+
+    def without_products(self) -> Precision:
+        """The policy with all products in ``compute``."""
+        return replace(self, product="", scaling="tensor", wide_weight_gradient=False, wide=(), gather="")
 
     def __repr__(self) -> str:
         """The name of a predefined policy, else its fields."""
@@ -64,6 +110,8 @@ PRECISIONS = {
     "bf16": Precision("bfloat16", "float32", "float32"),
     "bf16_pure": Precision("bfloat16", "bfloat16", "float32"),
     "fp16": Precision("float16", "float32", "float32"),
+    "fp8": Precision("bfloat16", "float32", "float32", product="float8"),
+    "fp8_row": Precision("bfloat16", "float32", "float32", product="float8", scaling="row"),
 }
 
 

@@ -39,10 +39,12 @@ from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.compute_dtypes import cast_around
 from autopar.ir.mesh import Mesh
 from autopar.lift_to_float64 import LiftFloat32
+from autopar.ops.eager_products import ScaledProducts
 from autopar.ops.random_recipes import shared_random
+from autopar.ops.scaled_products import VALUES
 from autopar.ops.traits import aliases
 from autopar.options import Options
-from autopar.plan import AxisShare
+from autopar.plan import AxisShare, Plan
 from autopar.planner.batch_dims import likely_dims
 from autopar.precision import Precision, a_precision
 from autopar.runtime.fault.errors import error_context
@@ -53,12 +55,13 @@ from autopar.values import number, yes_or_no
 
 EXACT = 1e-10
 # dtype -> (rtol, atol): an error may reach max(rtol * largest value of the tensor, atol). bfloat16 has 8 bits, float16
-# 11, float32 24; the margin is for rounding that accumulates with the depth of a model.
+# 11, float32 24, operands of products in few bits 4; the margin is for rounding that accumulates with a model's depth.
 TOLERANCES = {
     torch.float64: (EXACT, EXACT),
     torch.float32: (1e-4, 1e-6),
     torch.float16: (2e-2, 1e-3),
     torch.bfloat16: (1e-1, 4e-3),
+    torch.float8_e4m3fn: (2.5e-1, 1e-2),
 }
 
 
@@ -93,7 +96,8 @@ class Report:
     ``loss`` is that of the mesh, ``reference_loss`` that of one process (sums, if the model returns several losses);
     ``parameters`` holds one entry per parameter with a gradient; ``without_gradient`` names those that have none on
     either side. ``precision``: the dtypes of the computation, "float64 with parts in float32"; tolerances are those of
-    the coarsest. ``shares``: what each axis of the mesh shards, and what stays replicated on it.
+    the coarsest. ``shares``: what each axis of the mesh shards, and what stays replicated on it. ``wide``: with
+    products in few bits, how far one process is from one whose products are not.
     """
 
     mesh: str
@@ -105,6 +109,7 @@ class Report:
     without_gradient: tuple[str, ...] = ()
     precision: str = ""
     shares: tuple[AxisShare, ...] = ()
+    wide: str = ""
 
     @property
     def entries(self) -> tuple[Compared, ...]:
@@ -133,6 +138,8 @@ class Report:
             console.print(table)
             if len(entries) > rows:
                 console.print(f"... and {len(entries) - rows} with smaller errors")
+            if self.wide:
+                console.print(self.wide)
             for share in self.shares:
                 console.print(str(share), *(f"  {part}" for part in share.whole), sep="\n")
         return text.get().rstrip()
@@ -209,9 +216,11 @@ def verify(
     own = {name: s.name for s in parallel.parameter_specs for name in (s.name, *s.aliases)}
     alone = copied if lift_to_float64 else computing_in(copied, policy)
     limit = parallel.plan.options.capacity_factor
-    reference_loss, expected = reference(
-        alone, whole, lift_to_float64=lift_to_float64, seed=step_seed(seed, 1), capacity_factor=limit
-    )
+    how: dict[str, Any] = {"seed": step_seed(seed, 1), "capacity_factor": limit, "lift_to_float64": lift_to_float64}
+    products = _products(alone, whole, parallel.plan, sizes)
+    with products or contextlib.nullcontext():
+        reference_loss, expected = reference(alone, whole, **how)
+    wide = _distance(products, (reference_loss, expected), reference(alone, whole, **how)) if products else ""
     expected = {own[name]: g for name, g in expected.items()}
 
     def limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -220,6 +229,7 @@ def verify(
 
     held = {p.dtype for p in copied.parameters()} & set(TOLERANCES)
     islands = set() if lift_to_float64 else _computed_in(parallel.compiled()[-1].local) & set(TOLERANCES) - held
+    islands |= {VALUES} if products and not lift_to_float64 else set()
     coarsest = max(held | islands, key=lambda d: TOLERANCES[d][0], default=torch.float64)
     loss_entry = _compared("loss", _scalar(loss), _scalar(reference_loss), limits(coarsest))
     names = [n for n in expected if expected[n] is not None or n in found]
@@ -228,7 +238,7 @@ def verify(
     precision = " with parts in ".join(", ".join(sorted(map(_short, dtypes))) for dtypes in (held, islands) if dtypes)
     shares = parallel.plan.shares
     return _worst(
-        Report(str(sizes), lift_to_float64, loss, reference_loss, loss_entry, entries, without, precision, shares)
+        Report(str(sizes), lift_to_float64, loss, reference_loss, loss_entry, entries, without, precision, shares, wide)
     )
 
 
@@ -271,6 +281,52 @@ def reference(
     gradients = {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return float(total.detach()), gradients
+
+
+Gradients = dict[str, Tensor | None]
+
+
+def _products(model: nn.Module, batch: Mapping[str, Any], plan: Plan, mesh: Mesh) -> ScaledProducts | None:
+    """The products of one process in few bits, those that the plan scales; each microbatch has its own scales."""
+    weights, count = [name for name, why in plan.products.items() if not why], plan.options.microbatches
+    if not weights:
+        return None
+    alike = plan.options.precision.scales_by_token
+    if plan.pipeline is not None and plan.pipeline.token_slices and not alike:
+        raise ValueError(
+            "verify: products in few bits scale each token slice by itself, which one process does not, found a "
+            "schedule with token slices; use another schedule, or scaling='row' with wide_weight_gradient=True"
+        )
+    rows: list[Tensor] = []
+    if count > 1 and not alike:
+        dims = {name: plan.batch_dims.get(name) for name in tensors_of(batch)}
+        if set(dims.values()) - {0, None}:
+            raise ValueError(
+                "verify: products in few bits scale each microbatch by itself, which needs the batch as the first dim "
+                f"of every input, found {dims}; compare with one microbatch"
+            )
+        examples = next(x.shape[0] for name, x in tensors_of(batch).items() if dims[name] == 0)
+        of_each = torch.arange(examples).view(mesh.data_size // mesh.size("ep"), count, -1)
+        rows = [x.reshape(-1) for x in of_each.unbind(1)]
+    how = plan.options.precision
+    return ScaledProducts(model, weights, how.scaling, how.wide_weight_gradient, rows)
+
+
+def _distance(products: ScaledProducts, few: tuple[float, Gradients], wide: tuple[float, Gradients]) -> str:
+    """How far a step of one process is from the one without products in few bits. Raises ValueError if the model
+    computes one of the products in a way that one process was not told of."""
+    if products.unmet:
+        raise ValueError(
+            f"verify: one process computes products by torch.nn.functional.linear or addmm in few bits, found another "
+            f"one with {sorted(products.unmet)[0]}; name its module in precision.wide"
+        )
+    loss = abs(few[0] - wide[0]) / max(abs(wide[0]), 1e-30)
+    pairs = [(x.double(), y.double()) for n, y in wide[1].items() if y is not None and (x := few[1][n]) is not None]
+    errors = [float((x - y).norm() / y.norm()) for x, y in pairs if y.norm() > 0]
+    return (
+        f"products with {len(products.weights)} weights are in few bits: in one process that changes the loss by "
+        f"{loss:.2%} and gradients by {sum(errors) / max(len(errors), 1):.1%} of their norm on average"
+    )
 
 
 def _policy(options: dict[str, Any], lift_to_float64: bool) -> Precision:

@@ -44,8 +44,8 @@ from autopar.token_dispatchers import TOKEN_DISPATCHERS
 
 DOCS = Path(__file__).resolve().parent
 NAMES = (
-    "walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "saving", "experts", "loops",
-    "shapes",
+    "walkthrough", "adding", "pipelines", "context_parallel", "memory", "precision", "few_bits", "saving", "experts",
+    "loops", "shapes",
 )  # fmt: skip
 GUIDE = tuple(sorted(f"guide/{file.stem}" for file in (DOCS / "guide").glob("*.md")))
 

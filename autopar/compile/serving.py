@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -106,6 +107,7 @@ def compile_packed(
     """
     timings: dict[str, float] = {}
     options = options or (fixed.options if fixed is not None else Options())
+    options = replace(options, precision=options.precision.without_products())  # scales would span several requests
     if mesh.size("cp") > 1:
         raise ValueError(
             f"serve: requests are not sharded on their tokens, found axis cp={mesh.size('cp')} in the mesh; use tp, "

@@ -37,6 +37,7 @@ from autopar.passes.stage.parameter_graphs import (
 )
 from autopar.passes.stage.split_stages import StageGraph, StageSplit, as_one_stage, split_stages
 from autopar.passes.stage.split_statistics import split_pre_pass
+from autopar.passes.step.gather_rounded import gather_rounded
 from autopar.plan import Plan
 from autopar.planner.pipeline.split_candidates import parts_by_node, resolve
 from autopar.planner.pipeline.step_order import make_order
@@ -279,6 +280,8 @@ def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -
 def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:
     with ctx.within(f"{name}."):
         ctx.observe("differentiate", step.graph)
+        if ctx.plan is not None and ctx.plan.options.precision.gather:
+            gather_rounded(step.graph)
         step.graph.meta["freed"] = {
             node.name
             for name, node in zip(step.inputs, placeholders(step.graph), strict=True)

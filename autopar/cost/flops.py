@@ -33,6 +33,7 @@ from autopar.cost.traffic import transfer_seconds
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
 from autopar.ir.storages import shares_storage
+from autopar.ops.scaled_products import VALUES, scaled_linear
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES
 from autopar.ops.vocab_parallel import embedding_of_piece
 
@@ -199,6 +200,7 @@ COUNTS: dict[str, Count] = {
     "aten::convolution_backward": _convolution_backward,
     "autopar::grouped_mm": _product("rows"),
     "autopar::grouped_mm_weight_grad": _grouped_weight_grad,
+    "autopar::scaled_mm": _product("a"),
     "autopar::attention": _attention(1, 1),
     "autopar::attention_backward": _attention(3, 2),
     "autopar::context_attention": _attention(1, 1),
@@ -209,6 +211,8 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
     COUNTS[f"aten::_scaled_dot_product_{_kind}"] = _attention(1, 1)
     COUNTS[f"aten::_scaled_dot_product_{_kind}_backward"] = _attention(3, 2)
 
+# Functions of local graphs.
+_LOCAL: dict[Any, Count] = {attention_of_piece: _attention(1, 1), scaled_linear: _product("input")}
 # They read only as much of their operands as they return.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::shard_slice")
 _FREE = (operator.getitem, convert, exchange, *COLLECTIVES, *COPIES, *ASKS)
@@ -240,7 +244,7 @@ def flops(node: Node, requests: Requests | None = None) -> int:
         return 0
     if is_call(node, CACHED):
         return _cached_attention(node, requests)[0]
-    count = _attention(1, 1) if is_call(node, attention_of_piece) else COUNTS.get(_name(node))
+    count = _LOCAL.get(node.target) or COUNTS.get(_name(node))
     if count is not None:
         return count(node, arguments(node))
     operands = [] if is_lookup(node) else tensor_operands(node)
@@ -271,7 +275,7 @@ def kind_of(node: Node) -> str:
     name = _name(node)
     if is_context_attention(node) or ("attention" in name and name in COUNTS):
         return ATTENTION
-    return PRODUCT if name in COUNTS else "other"
+    return PRODUCT if name in COUNTS or is_call(node, scaled_linear) else "other"
 
 
 def tiled_flops(node: Node) -> float:
@@ -307,6 +311,7 @@ def node_seconds(
     memory = memory_bytes(node, requests) / device.memory
     operands = tensor_operands(node) or [node]
     dtype = next((v.dtype for v in _tensors(operands[0])), None) or torch.float32
+    dtype = VALUES if is_call(node, scaled_linear) else dtype
     if kind == PRODUCT:
         return max(tiled_flops(node) / device.speed(dtype), memory)
     if kind == ATTENTION:

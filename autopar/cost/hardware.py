@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from autopar.options import Options
 
 
+def _is_float8(dtype: torch.dtype) -> bool:
+    return str(dtype).startswith("torch.float8")
+
+
 @dataclass(frozen=True)
 class Device:
     """The chip of one rank. Speeds are those that the stack reaches, per second. kernel: of attention. float8: products
@@ -34,12 +38,15 @@ class Device:
     float8: bool = False
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Operations of products in a dtype, on paper."""
+        """Operations of products in a dtype, on paper: those of float8 in half precision where a chip has no others."""
+        if _is_float8(dtype):
+            return self.chip.float8 or self.chip.flops
         return float(getattr(self.chip, str(dtype).removeprefix("torch."), self.chip.flops))
 
     def speed(self, dtype: torch.dtype) -> float:
         """Operations of products in a dtype."""
-        return self.peak(dtype) * self.stack.products
+        share = self.stack.float8 if _is_float8(dtype) and self.chip.float8 else 1.0
+        return self.peak(dtype) * self.stack.products * share
 
     @property
     def products(self) -> float:

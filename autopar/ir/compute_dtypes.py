@@ -169,8 +169,9 @@ def added_in(own: torch.dtype, stored: torch.dtype, precision: Precision) -> tor
 
 aten = torch.ops.aten
 
+_SEVERAL_DTYPES = {torch.ops.autopar.grouped_mm.default, torch.ops.autopar.scaled_mm.default}
 # All floating operands have one dtype.
-ONE_DTYPE = PRODUCTS - {torch.ops.autopar.grouped_mm.default} | {aten.complex.default, aten.polar.default}
+ONE_DTYPE = PRODUCTS - _SEVERAL_DTYPES | {aten.complex.default, aten.polar.default}
 # So must these, except that half precision may be combined with float32 weights.
 NORMS = {aten.layer_norm.default, aten.group_norm.default}
 HALVES = (torch.bfloat16, torch.float16)

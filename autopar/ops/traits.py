@@ -154,6 +154,7 @@ PRODUCTS = CONVOLUTIONS | {
     aten.bilinear.default,
     aten.convolution.default,
     ours.grouped_mm.default,
+    ours.scaled_mm.default,
 }
 
 SUMS = (ours.all_reduce.default, ours.reduce_scatter.default)

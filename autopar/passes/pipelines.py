@@ -12,6 +12,7 @@ from autopar.passes.canonicalize.split_biases import SplitBiases
 from autopar.passes.partition.lower_to_local import LowerToLocal
 from autopar.passes.partition.place_token_slices import PlaceTokenSlices
 from autopar.passes.partition.propagate_placements import PropagatePlacements
+from autopar.passes.partition.scale_products import ScaleProducts
 from autopar.passes.partition.slice_early import SliceEarly
 from autopar.passes.partition.zero_padding import ZeroPadding
 from autopar.passes.step.async_tp import AsyncTensorParallel
@@ -29,6 +30,7 @@ PLACEMENT_PASSES: tuple[Pass, ...] = (
     PropagatePlacements(),
     SliceEarly(),
     ZeroPadding(),
+    ScaleProducts(),
     LowerToLocal(),
 )
 STEP_PASSES: tuple[Pass, ...] = (

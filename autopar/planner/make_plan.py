@@ -43,6 +43,7 @@ from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, 
 from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits, check_names, check_used
 from autopar.planner.recurrences import plan_recurrences
+from autopar.planner.scaled_products import plan_products, product_notes
 from autopar.planner.shared_encoders import share_encoders
 from autopar.planner.tensor_parallel import TensorParallel, find_streams, plan_tensor_parallel
 from autopar.rules.derived import MADE_OF_PARAMETERS, DerivedRule, text_of
@@ -111,11 +112,12 @@ def make_plan(
         notes += whole
     streams += tuple(context.streams)
     notes += [] if example else capacity_notes(gm, asked)
+    notes += product_notes(gm, asked.precision)
     notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, experts=experts, batch_dims=dims,
-        draws=any(n.target in DRAWS for n in gm.graph.nodes),
+        draws=any(n.target in DRAWS for n in gm.graph.nodes), products=plan_products(gm, asked.precision),
     )  # fmt: skip
     if fixed is not None and fixed.overrides:
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}

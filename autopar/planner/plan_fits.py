@@ -140,6 +140,11 @@ def check_used(options: Options, mesh: Mesh) -> None:
             f"reshard_after_forward: says when parameters that ZeRO shards are gathered, found "
             f"reshard_after_forward={options.reshard_after_forward!r} with zero=0; leave it out, or set zero=3"
         )
+    if options.precision.gather and options.shards_parameters and options.gathers_once:
+        raise ValueError(
+            f"precision: gather={options.precision.gather!r} rounds parameters for each use, found zero="
+            f"{options.zero}, which gathers them once per step; use zero=3, or leave gather out"
+        )
     wiring = Topologies.parse(options.topology)
     for name in wiring.axes:
         axis, *level = re.split("[%/]", name)

@@ -96,6 +96,14 @@ def _piece_max(call: Call) -> Rule:
     return replace(_spanning("n c -> n", "logits", "c")(call), linear=())
 
 
+def _largest(call: Call) -> Rule:
+    """Spans dims, which stay with size one."""
+    dims = named_dims(call, call.shape("x"))
+    spanned = call.args["dims"]
+    result = tuple(() if i in spanned else dim for i, dim in enumerate(dims))
+    return call.rule([dims], [result], blocked={f: "the op spans it" for i in spanned for f in dims[i]})
+
+
 def _layer_norm(call: Call) -> Rule:
     rule = layer_norm_rule(call)
     (dims,) = rule.results
@@ -160,7 +168,9 @@ _add(
     "logical_not logical_and logical_or clamp clamp_min clamp_max maximum minimum max.other min.other copysign",
     pointwise(),
 )
-_add("autopar::watch", NEVER_LINEAR)
+_add("autopar::watch autopar::scale_of autopar::quantized", NEVER_LINEAR)
+_add("autopar::largest", _largest)
+_add("autopar::scaled_mm", einsum_rule("m k, k n, m r, c n -> m n", "a b scale_a scale_b"))
 _add("_softmax_backward_data _log_softmax_backward_data", _softmax_backward)
 _add("embedding_dense_backward", _embedding_backward)
 _add("split_with_sizes_copy", split_rule)

@@ -12,6 +12,7 @@ from autopar.adapters.operators import makes_tensors, mutates, of_named_dims, pa
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.padded_pieces import zero_padding
+from autopar.ops.scaled_products import scaled_linear
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import custom_backward as own
@@ -230,6 +231,7 @@ RULES[attention_of_piece] = attention_rule
 RULES[dispatch_tokens], RULES[combine_tokens] = sp.moe_dispatch_rule, sp.moe_combine_rule
 RULES[embedding_of_piece] = sp.embedding_rule
 RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
+RULES[scaled_linear] = RULES[torch.ops.aten.linear.default]
 RULES[zero_padding] = sp.zero_padding_rule
 RULES[operator.getitem] = sp.getitem_rule
 RULES[convert] = RULES[exchange] = RULES[exchange_slice] = sp.conversion_of_other_axis

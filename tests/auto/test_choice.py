@@ -163,7 +163,7 @@ def test_the_command_says_why(capsys: pytest.CaptureFixture[str], config: Path) 
         "plan it: autopar",
     ):
         assert words in out
-    assert "products in fp8 are a what-if: parallelize does not run them yet" in out
+    assert "products in fp8 are a what-if: parallelize runs them with precision='fp8'" in out
 
 
 @pytest.mark.parametrize(

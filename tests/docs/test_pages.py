@@ -45,7 +45,8 @@ def test_the_guide_shows_what_its_code_prints(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["memory", "precision", "saving", "experts", "loops", "shapes", "packed_documents", *LIKE_EXAMPLES]
+    "name",
+    ["memory", "precision", "few_bits", "saving", "experts", "loops", "shapes", "packed_documents", *LIKE_EXAMPLES],
 )
 def test_page_shows_what_its_code_prints(tmp_path: Path, name: str) -> None:
     shown(tmp_path, name)

@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.padded_pieces import zero_padding
+from autopar.ops.scaled_products import scaled_linear
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
@@ -320,7 +321,8 @@ def _losses() -> Iterator[Sample]:
 
 
 # Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
-# are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
+# are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes), and a
+# product whose scales ranks agree on (tests/zero/test_few_bits.py).
 PIECES = (
     attention_of_piece,
     zero_padding,
@@ -328,6 +330,7 @@ PIECES = (
     combine_tokens,
     embedding_of_piece,
     cross_entropy_of_piece,
+    scaled_linear,
 )
 # The parts of a model's own backward have no derivative of their own; test_autograd_function types and runs them.
 BACKWARDS = (ours.gradient_of.default, ours.own_backward.default, ours.with_backward.default)

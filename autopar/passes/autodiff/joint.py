@@ -39,6 +39,7 @@ from autopar.ops.traits import aliases, is_cheap, is_random, is_view
 from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.fused_loss_backward import fuse_loss_backward
 from autopar.passes.autodiff.routed_sizes import most_rows, routed_sizes
+from autopar.passes.autodiff.share_scales import share_scales
 from autopar.passes.autodiff.trace_joint import joint_graph
 from autopar.passes.autodiff.widen_reductions import widen_reductions
 from autopar.steps.graphs import StepGraph, is_a
@@ -77,6 +78,7 @@ class Joint:
         self.tangents = nodes[len(names) :]
         sum_products(joint, self.tangents)
         shared_counts(joint)
+        share_scales(joint)
         routed_sizes(joint)
         most_rows(joint)
         if early:

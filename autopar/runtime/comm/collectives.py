@@ -178,15 +178,22 @@ def broadcast(groups: Groups, node: str, axis: str, source: int) -> Start:
     return start_broadcast
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """Numbers of eight bits as bytes, which every backend moves; others as they are."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.is_floating_point() else x
+
+
 def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str, units: int = 0) -> Start:
     """Pieces along ``dim`` -> the whole, without the padding of pieces (``units``)."""
     collective, ranks = Collective(groups, "all_gather", axis, node), groups.size(axis)
 
     def start_all_gather(x: Tensor) -> PendingCollective:
+        dtype, x = x.dtype, as_bytes(x)
         rows = x.new_empty((ranks, *x.shape))
         return collective.launch(
-            all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: joined(r, dim, blocks, units)
-        )
+            all_gather_single, _flat(rows), _flat(x), buffer=rows,
+            done=lambda r: joined(r, dim, blocks, units).view(dtype),
+        )  # fmt: skip
 
     return start_all_gather
 

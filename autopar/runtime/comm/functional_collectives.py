@@ -15,7 +15,7 @@ from torch import Tensor
 import autopar.ops.collectives  # noqa: F401 - defines the operators
 from autopar.ir.placement import Shard, piece, place_in_block, scaled_blocks
 from autopar.ops.padded_pieces import crop_blocks, pad_blocks
-from autopar.runtime.comm.collectives import in_order, to_rows
+from autopar.runtime.comm.collectives import as_bytes, in_order, to_rows
 
 if TYPE_CHECKING:
     from autopar.adapters.inductor import Functional  # slow to import
@@ -42,8 +42,8 @@ def all_reduce(c: Functional, x: Tensor, axis: str, op: str) -> Traced:
 
 def all_gather(c: Functional, x: Tensor, dim: int, blocks: list[int], axis: str, size: int, units: int = 0) -> Traced:
     """Every rank's piece joined along ``dim``, on every rank."""
-    rows = c.all_gather(x.contiguous().unsqueeze(0), axis)
-    return rows, lambda rows: _joined(rows, dim, blocks, units)
+    rows = c.all_gather(as_bytes(x.contiguous()).unsqueeze(0), axis)
+    return rows, lambda rows: _joined(rows, dim, blocks, units).view(x.dtype)
 
 
 def reduce_scatter(

@@ -53,6 +53,11 @@ def check_module(model: Any) -> None:
                 f"parallelize: needs Python modules, found a ScriptModule{at}, which torch.export can't trace; pass "
                 "the module before torch.jit.script"
             )
+        if type(module).__module__.startswith(("torchao.float8", "torchao.prototype.mx_formats")):
+            raise ValueError(
+                f"parallelize: needs the model's own layers, found torchao's {type(module).__name__}{at}; pass the "
+                'model before its conversion, and precision="fp8" (tensorwise) or "fp8_row" (rowwise)'
+            )
         for wrapper, inside in WRAPPERS.items():
             if isinstance(module, wrapper):
                 raise ValueError(f"parallelize: replaces {wrapper.__name__}, found one{at}; pass its model{inside}")
@@ -138,6 +143,11 @@ def check_arguments(
         raise ValueError(
             f"padding: padded tokens would use up expert capacity, found capacity_factor={options.capacity_factor}; "
             "use padding or capacity_factor, not both"
+        )
+    if padding != "exact" and not options.precision.scales_by_token:
+        raise ValueError(
+            f"padding: padded tokens would change the scales of products in few bits, found {options.precision!r}; use "
+            "padding=\"exact\", or a policy with scaling='row' and wide_weight_gradient=True"
         )
     if padding != "exact" and outputs_with_grad is True:
         raise ValueError(

@@ -1,0 +1,71 @@
+"""Linear layers of a model that runs eagerly, computed in eight bits as a step graph computes them.
+
+    with ScaledProducts(model, {"mlp.up.weight", ...}, "tensor"):
+        model(**batch).loss.backward()
+
+The products are those of `torch.nn.functional.linear` and of `torch.addmm` with one of the named parameters, as layers
+of torch and transformers call them. `unmet` names the parameters that no such call used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.ops.scaled_products import scaled_linear
+
+
+class ScaledProducts(TorchFunctionMode):
+    """Context manager. ``microbatches``: rows of the batch of each microbatch, which scale by themselves; none: one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Collection[str],
+        scaling: str,
+        wide_weight_gradient: bool = False,
+        microbatches: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.how, self.microbatches = (scaling, wide_weight_gradient), microbatches
+        self.weights = {id(named[name]): name for name in weights}
+        self.unmet = set(weights)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.linear and self._is_scaled(weight := _given(args, kwargs, 1, "weight")):
+            bias = _given(args, kwargs, 2, "bias")
+            return self._product(_given(args, kwargs, 0, "input"), weight, bias)
+        if func is torch.addmm and len(args) == 3 and self._is_scaled(args[2]):
+            return self._product(args[1], args[2].t(), args[0])
+        return func(*args, **kwargs)
+
+    def _is_scaled(self, weight: Any) -> bool:
+        name = self.weights.get(id(weight))
+        self.unmet.discard(name or "")
+        return name is not None
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.microbatches:
+            return scaled_linear(x, weight, bias, *self.how)
+        examples = sum(map(len, self.microbatches))
+        if x.numel() % (examples * x.shape[-1]):
+            raise ValueError(
+                f"precision: the input {list(x.shape)} of a product has no rows of each of {examples} examples, so "
+                "microbatches cannot be told apart; compare with one microbatch"
+            )
+        rows = x.reshape(examples, -1, x.shape[-1])
+        made = [scaled_linear(rows[own], weight, bias, *self.how) for own in self.microbatches]
+        back = torch.cat(list(self.microbatches)).argsort()
+        return torch.cat(made)[back].reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _given(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
