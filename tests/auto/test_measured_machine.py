@@ -75,7 +75,7 @@ def test_levels_are_nodes_and_their_ranks() -> None:
     ("row", "said"),
     [
         ({"products": -0.5}, "products needs a share above 0, found -0.5"),
-        ({"memory": "fast"}, "memory needs a share above 0, found 'fast'"),
+        ({"memory": "fast"}, "expected a number at memory, found 'fast'"),
         ({"launch": -1e-6}, "launch needs a number of at least 0, found -1e-06"),
         ({"attention": {"flash2": 0}}, "attention of flash2 needs a share above 0, found 0"),
         ({"hidden": {"dp": 2}}, "hidden dp needs a share up to 1, found 2"),

@@ -43,7 +43,8 @@ def test_options_without_the_axis_that_they_are_about() -> None:
         "token_slices": {"token_slices": 2},
         "reshard_after_forward": {"reshard_after_forward": True, "zero": 1},
         "reduce_grads": {"reduce_grads": "microbatch", "zero": 1},
-        "attention": {"attention": "ring"}, "cp_recurrences": {"cp_recurrences": "channels"}, "cp_load_balance": {"cp_load_balance": "zigzag"},
+        "attention": {"attention": "ring"}, "cp_recurrences": {"cp_recurrences": "channels"},
+        "cp_load_balance": {"cp_load_balance": "zigzag"},
         "expert_axis": {"expert_axis": "auto"},
         "token_dispatcher": {"token_dispatcher": "alltoall_dedup", "expert_axis": "auto"},
     }  # fmt: skip
