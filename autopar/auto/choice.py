@@ -56,14 +56,19 @@ def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> 
     cluster = cluster if cluster.is_uniform else cluster.memory_rich_first()
     question = question_of(model, asked, cluster)
     options = Options(**asked.carried)
-    what_if = {"compute": asked.compute, "topology": options.topology}
+    eight = "fp8" if options.precision.product else ""
+    what_if = {"compute": asked.compute or eight, "topology": options.topology}
     pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
     found = _checked(search(Space(question), pricing), model, asked.carried)
     if found.choice is not None:
         found = replace(found, choice=replace(found.choice, layout=pricing.cut(found.choice.layout)))
     explanation = explain(found, pricing)
-    unpriced = [name for name in asked.carried if name not in PRICED]
+    unpriced = [name for name in asked.carried if name not in PRICED and not (name == "precision" and eight)]
     remarks = [f"{', '.join(unpriced)}: not priced, the step runs with them"] if unpriced else []
+    if eight:
+        remarks.append("all products are priced in float8; rounding operands, and layers that stay wide, are not")
+    elif asked.compute:
+        remarks.append(f"products in {asked.compute} are a what-if: parallelize runs them with precision='fp8'")
     return replace(explanation, remarks=(*explanation.remarks, *remarks), carried=asked.carried)
 
 

@@ -342,8 +342,6 @@ def _remarks(choice: Candidate, pricing: Pricing) -> Iterator[str]:
     yield from unequal_nodes(choice, pricing) if not pricing.cluster.is_uniform else ()
     if choice.price.guesses:
         yield f"nobody measured {', '.join(choice.price.guesses)} of stack {pricing.stack.name}: they are guesses"
-    if pricing.what_if.get("compute"):
-        yield f"products in {pricing.what_if['compute']} are a what-if: parallelize runs them with precision='fp8'"
 
 
 SPEEDS = {"card": "network cards", "inside": "links within a node"}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
 from autopar.ops.declare import operator
+from autopar.ops.kernels.chips import chip_of
 
 VALUES = torch.float8_e4m3fn
 GRADIENTS = {"tensor": torch.float8_e5m2, "row": torch.float8_e4m3fn}
@@ -87,19 +88,20 @@ def quantized(x: Tensor, scale: Tensor, format: torch.dtype) -> Tensor:
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    if not _has_kernel(a, b, dtype):
+    by_row = scale_a.numel() > 1 or scale_b.numel() > 1
+    if not _has_kernel(a, b, dtype, by_row):
         wide = _wide(dtype)
         return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b)).to(dtype)
-    if scale_a.numel() > 1 or scale_b.numel() > 1:
+    if by_row:
         scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(1, b.shape[1]).contiguous()
     return torch._scaled_mm(a.contiguous(), b.t().contiguous().t(), scale_a, scale_b, out_dtype=dtype)
 
 
-def _has_kernel(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+def _has_kernel(a: Tensor, b: Tensor, dtype: torch.dtype, by_row: bool) -> bool:
     """Whether torch's kernel for GPUs takes the product: rows of a, columns of b, sizes in multiples of 16. On the CPU
     torch dequantizes as well: results are bitwise equal."""
-    fits = a.shape[0] > 0 and not any(n % MULTIPLE for n in b.shape)
-    return a.is_cuda and dtype == torch.bfloat16 and fits and VALUES in (a.dtype, b.dtype)
+    fits = a.shape[0] > 0 and not any(n % MULTIPLE for n in b.shape) and VALUES in (a.dtype, b.dtype)
+    return a.is_cuda and dtype == torch.bfloat16 and fits and chip_of(a.device).multiplies_float8(by_row)
 
 
 @operator(
@@ -108,8 +110,8 @@ def _has_kernel(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """(scale_a a) (scale_b b): a [m, k], b [k, n] of float8, scales [1 or m, 1] and [1, 1 or n] -> [m, n] in ``dtype``.
 
-    Sums are in float32, in float64 for float64. On a GPU torch's kernel, for bfloat16 and sizes that it takes;
-    elsewhere the product of the dequantized operands, which on the CPU are the bits of torch's kernel.
+    Sums are in float32, in float64 for float64. On a GPU with float8 torch's kernel, for bfloat16 and sizes that it
+    takes; elsewhere the product of the dequantized operands, which on the CPU are the bits of torch's kernel.
     """
     return _scaled_mm(a, b, scale_a, scale_b, dtype)
 

@@ -21,6 +21,7 @@ from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ops.declare import COMPILED
 from autopar.ops.eager_products import ScaledProducts
+from autopar.ops.kernels.chips import Chip
 from autopar.ops.scaled_products import scaled_linear
 from autopar.options import Options
 from autopar.passes.partition import scale_products
@@ -57,6 +58,14 @@ def test_the_emulated_product_has_the_bits_of_torchs_kernel(
         for dtype in (torch.bfloat16, torch.float32):
             kernels = torch._scaled_mm(a, b, *scales, out_dtype=dtype)  # type: ignore[misc, arg-type]
             assert torch.equal(ours.scaled_mm(a, b, *scales, dtype), kernels)
+
+
+def test_chips_without_float8_compute_in_half_precision() -> None:
+    known = {(8, 0): (False, False), (8, 9): (True, False), (9, 0): (True, True), (10, 0): (True, True)}
+    for capability, expected in known.items():
+        chip = Chip(capability)
+        assert (chip.multiplies_float8(False), chip.multiplies_float8(True)) == expected
+    assert not Chip((9, 4), rocm=True).multiplies_float8(False)
 
 
 def test_scales_map_magnitudes_to_the_greatest_number() -> None:

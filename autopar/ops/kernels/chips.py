@@ -62,6 +62,10 @@ class Chip:
         """Whether torch's memory-efficient kernel supports bfloat16."""
         return self.rocm or self.capability >= (8, 0)
 
+    def multiplies_float8(self, by_row: bool) -> bool:
+        """Whether `torch._scaled_mm` runs, with a scale per tensor or per row. (MI300 has other formats of float8.)"""
+        return not self.rocm and self.capability >= ((9, 0) if by_row else (8, 9))
+
 
 MODERN = Chip((9, 0), 92000)  # a kernel that it lacks, all lack
 
