@@ -98,11 +98,15 @@ class Precision:
         """The policy with all products in ``compute``."""
         return replace(self, product="", scaling="tensor", wide_weight_gradient=False, wide=(), gather="")
 
+    @property
+    def name(self) -> str:
+        """Of a predefined policy; "" of others."""
+        return next((name for name, policy in PRECISIONS.items() if policy == self), "")
+
     def __repr__(self) -> str:
         """The name of a predefined policy, else its fields."""
         given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
-        name = next((name for name, policy in PRECISIONS.items() if policy == self), None)
-        return repr(name) if name is not None else f"Precision({', '.join(given)})"
+        return repr(self.name) if self.name else f"Precision({', '.join(given)})"
 
 
 PRECISIONS = {

@@ -21,6 +21,7 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import stack_named
 from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED, Options
+from autopar.precision import Precision
 from autopar.report.html.choice_page import choice_page
 from autopar.report.tables import show_table, table_of
 
@@ -68,11 +69,9 @@ def command_of(args: argparse.Namespace, explanation: Explanation) -> str:
     words += ["--seq", str(args.seq), "--batch", str(args.batch)]
     for name, value in explanation.options.items():
         option = DECLARED[name]
-        text = (
-            value
-            if isinstance(value, str)
-            else str(getattr(args, name, value) if name in explanation.carried else value)
-        )
+        if name in explanation.carried:
+            value = getattr(args, name, value)
+        text = value.name if isinstance(value, Precision) else str(value)
         words += [option.flag] if value is True and option.default is False else [option.flag, text]
     return shlex.join(words)
 

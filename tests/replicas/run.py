@@ -59,9 +59,10 @@ def shard_of(step: int, shard: int) -> dict[str, Tensor]:
     return {"x": x, "labels": labels}
 
 
-def whole_batch(step: int, shards: Sequence[int]) -> dict[str, Tensor]:
+def whole_batch(step: int, shards: Sequence[int], parts: int = 1) -> dict[str, Tensor]:
+    """The batch in the order of its examples: the first part of each shard, of the first rank of dp, comes first."""
     found = [shard_of(step, shard) for shard in shards]
-    return {name: torch.cat([shard[name] for shard in found]) for name in found[0]}
+    return {name: torch.cat([x[name].chunk(parts)[i] for i in range(parts) for x in found]) for name in found[0]}
 
 
 @dataclass(frozen=True)
@@ -218,24 +219,26 @@ def calls_of_a_step(ranks: int, axis: str) -> int:
 
 
 @functools.cache
-def one_process(steps: int, absent_from: int = 10**9) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """Losses and weights of one process that trains on all shards, from step ``absent_from`` on on all but the last."""
+def one_process(steps: int, absent_from: int = 10**9, parts: int = 1) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """Losses and weights of one process that trains on all shards, from step ``absent_from`` on on all but the last.
+    parts: of each shard, over ranks of dp."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     warm()
-    process = context.Process(target=_alone, args=(steps, absent_from, there), daemon=True)
+    process = context.Process(target=_alone, args=(steps, absent_from, parts, there), daemon=True)
     process.start()
     found: tuple[dict[int, float], dict[str, Tensor]] = here.recv()
     process.join()
     return found
 
 
-def _alone(steps: int, absent_from: int, pipe: Connection) -> None:
+def _alone(steps: int, absent_from: int, parts: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     model, optimizer, scheduler = _made(autopar.init_mesh("cpu", 30.0, dp=1), 0, 1, whole_batch(0, range(COUNT)))
     losses = {}
     for step in range(steps):
-        losses[step] = float(model.train_step(**whole_batch(step, range(COUNT - (step >= absent_from)))))
+        batch = whole_batch(step, range(COUNT - (step >= absent_from)), parts)
+        losses[step] = float(model.train_step(**batch))
         _update(model, optimizer, scheduler)
     pipe.send((losses, {name: x.numpy() for name, x in model.full_state_dict().items()}))
     os._exit(0)
