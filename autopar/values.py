@@ -63,9 +63,10 @@ def byte_count(name: str, value: Any) -> int:
 def _bytes_in_words(name: str, value: str) -> int:
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([A-Za-z]*)\s*", value)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if found is None or found[2].lower() not in units:
+    size = float(found[1]) * units.get(found[2].lower(), math.nan) if found is not None else math.nan
+    if not math.isfinite(size):
         raise refuse(name, "a number of bytes, such as 80e9, 80GB or 75GiB", value)
-    return round(float(found[1]) * units[found[2].lower()])
+    return round(size)
 
 
 DTYPES = {

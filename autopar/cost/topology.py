@@ -122,7 +122,7 @@ class Topologies:
             if equals and not axis:
                 raise ValueError(f"topology: expected AXIS=TOPOLOGY, found {entry!r}; such as cp={EXAMPLE}")
             if (axis or "*") in axes:
-                raise ValueError(f"topology: {axis or 'all axes'} given twice in {text!r}; name each axis once")
+                raise ValueError(f"topology: {axis!r} given twice in {text!r}; name each axis once")
             axes[axis or "*"] = Topology.parse(topology, default)
         return cls(axes, default or Topology())
 

@@ -66,7 +66,7 @@ def test_axes() -> None:
         ("ring:1e9:-1", "latency needs 0 or more seconds, found -1"),
         ("ring:1:2:3", "expected kind:bandwidth:latency, found 'ring:1:2:3'"),
         ("=ring", "expected AXIS=TOPOLOGY, found '=ring'"),
-        ("cp=ring,cp=mesh", "cp given twice"),
+        ("cp=ring,cp=mesh", "'cp' given twice"),
     ],
 )
 def test_errors(text: str, message: str) -> None:

@@ -201,7 +201,7 @@ def fuzz(name: str, seconds: int) -> None:
         (corpus / f"seed-{i}").write_bytes(seed)
         _judged(reader)(seed)
     arguments = [sys.argv[0], str(corpus), f"-max_total_time={seconds}", f"-rss_limit_mb={MOST_MB}", "-timeout=20",
-                 f"-max_len={65536 if reader.is_json else 300}", "-verbosity=0", "-print_final_stats=1"]  # fmt: skip
+                 f"-max_len={65536 if reader.is_json else 200}", "-verbosity=0", "-print_final_stats=1"]  # fmt: skip
     how = {"custom_mutator": _changed()} if reader.is_json else {}
     atheris.Setup(arguments, _judged(reader), **how)
     atheris.Fuzz()
