@@ -84,20 +84,13 @@ class Pricing:
     def bound(self, layout: Layout) -> Price | None:
         """A price that is at most the layout's, up to `autopar.auto.search.SLACK`, from placements that are compiled;
         None for a layout whose own is, or of which nothing is known."""
-        placement = layout.placement
-        if placement in self._tried:
-            return None
-        near = self._nearest(placement)
-        if self._unbounded(near, placement):
-            return None
-        return self.bound_from(near, layout)
+        near = self._bounding(layout.placement)
+        return None if near is None else self.bound_from(near, layout)
 
     def memory(self, layout: Layout) -> Price:
         """A price without seconds, of at most the memory that the layout takes."""
-        placement = layout.placement
-        if placement not in self._tried and not self._unbounded(near := self._nearest(placement), placement):
-            return self.bound_from(near, layout, memory_only=True)
-        return self.price(layout)
+        near = self._bounding(layout.placement)
+        return self.price(layout) if near is None else self.bound_from(near, layout, memory_only=True)
 
     def bound_from(self, near: Placement, layout: Layout, memory_only: bool = False) -> Price:
         """The bound by costs on a placement within the layout's (`autopar.auto.scaled_costs.is_within`)."""
@@ -110,10 +103,14 @@ class Pricing:
             self._bounds[key] = found
         return self._limited(self._of(layout, self._bounds[key], memory_only=memory_only))
 
-    def _unbounded(self, near: Placement, placement: Placement) -> bool:
-        """Whether costs of a placement are no bound of another's: they are its own, or what they are made of does not
-        compile."""
-        return near == placement or any(map(self._refusal, (near, scaled_costs.unsharded(placement))))
+    def _bounding(self, placement: Placement) -> Placement | None:
+        """A placement whose costs bound those of one that is not compiled."""
+        if placement in self._tried:
+            return None
+        near = self._nearest(placement)
+        if near == placement or any(map(self._refusal, (near, scaled_costs.unsharded(placement)))):
+            return None
+        return near
 
     def _nearest(self, placement: Placement) -> Placement:
         """The largest placement that is compiled, of those whose axes are smaller."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from autopar.cli.command import Command
+from autopar.values import whole_number
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +21,11 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch.distributed as dist
 
+    port = whole_number("--port", args.port, 0, 65535)
     try:
-        store = dist.TCPStore("0.0.0.0", args.port, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except (dist.DistError, RuntimeError) as error:
-        raise ValueError(f"replica-store: port {args.port} cannot be used; choose another with --port") from error
+        raise ValueError(f"replica-store: port {port} cannot be used; choose another with --port") from error
     print(f"AUTOPAR_REPLICA_STORE={socket.gethostname()}:{store.port}", flush=True)
     signal.pause()
     return 0

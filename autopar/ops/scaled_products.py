@@ -111,7 +111,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: tor
     """(scale_a a) (scale_b b): a [m, k], b [k, n] of float8, scales [1 or m, 1] and [1, 1 or n] -> [m, n] in ``dtype``.
 
     Sums are in float32, in float64 for float64. On a GPU with float8 torch's kernel, for bfloat16 and sizes that it
-    takes; elsewhere the product of the dequantized operands, which on the CPU are the bits of torch's kernel.
+    takes; elsewhere the product of the dequantized operands, on the CPU bitwise equal to torch's kernel.
     """
     return _scaled_mm(a, b, scale_a, scale_b, dtype)
 

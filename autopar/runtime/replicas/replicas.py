@@ -421,7 +421,7 @@ def _index(given: int | None, count: int) -> int:
 def _address(given: str | None) -> str:
     found = os.environ.get("AUTOPAR_REPLICA_STORE", "") if given is None else a_text("store", given)
     host, _, port = found.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(
             f"replicas: needs the store in which they meet, found {found!r}; run python -m autopar replica-store, and "
             'pass store="HOST:29600" or set AUTOPAR_REPLICA_STORE'
