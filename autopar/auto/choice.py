@@ -32,13 +32,14 @@ PRICED = ("target_hardware", "topology", "memory_limit")  # of these, what the p
 @dataclass(frozen=True)
 class Asked:
     """What a layout is asked for. gpus: 0 for those of the cluster. given: the user's options and sizes of axes by
-    name. compute: "fp8" for a what-if."""
+    name. compute: "fp8" for a what-if. finish: layouts that will be measured."""
 
     gpus: int
     batch: int
     seq: int
     given: Mapping[str, Any] = field(default_factory=dict)
     compute: str = ""
+    finish: int = 1
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> 
     eight = "fp8" if options.precision.product else ""
     what_if = {"compute": asked.compute or eight, "topology": options.topology}
     pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
-    found = _checked(search(Space(question), pricing), model, asked.carried)
+    found = _checked(search(Space(question), pricing, asked.finish), model, asked.carried)
     if found.choice is not None:
         found = replace(found, choice=replace(found.choice, layout=pricing.cut(found.choice.layout)))
     explanation = explain(found, pricing)
@@ -93,9 +94,14 @@ def question_of(model: CostedModel, asked: Asked, cluster: Cluster) -> Question:
 def _checked(found: Found, model: CostedModel, carried: Mapping[str, Any]) -> Found:
     """The same with the simplest layout that the compiler takes as the choice."""
     refusals, close = found.refusals.copy(), list(found.close)
+    slower = sorted((c for c in found.priced if c.price.fits and c not in close), key=lambda c: c.seconds)
     while close and (reason := refusal_of(model, close[0].layout, carried)):
         refusals[reason] += 1
         close.pop(0)
+        if not close and slower:
+            close.append(slower.pop(0))
+    if found.close and not close:
+        raise ValueError(f"auto: the compiler refuses every layout that fits: {refusals.most_common(1)[0][0]}")
     return replace(found, choice=close[0] if close else None, close=tuple(close), refusals=refusals)
 
 

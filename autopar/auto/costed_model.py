@@ -26,8 +26,10 @@ from torch.fx import GraphModule
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.attention.layouts import LAYOUTS
 from autopar.auto.stored_costs import CostsByRows, stored_costs
-from autopar.compile.model import capture_step, compile_graph, keep_outputs
+from autopar.capture.trace.compiling import compiling
+from autopar.compile.model import capture_step
 from autopar.compile.parameters import normalized
+from autopar.compile.partitioned_model import PartitionedModel, keep_outputs
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.flops import is_lookup
@@ -76,7 +78,8 @@ class CostedModel:
     def __init__(self, model: nn.Module, make_batch: MakeBatch, values: str = "") -> None:
         self.model, self.make_batch, self.values = model, make_batch, values
         self.lists = layer_lists(model)
-        self._captures: dict[Hashable, Any] = {}
+        self._captures: dict[Hashable, GraphModule] = {}
+        self._partitioned: dict[Hashable, PartitionedModel] = {}  # what checkpoint policies have in common
         self._costs: dict[Placement, CostsByRows] = {}
 
     @classmethod
@@ -139,7 +142,7 @@ class CostedModel:
         samples = []
         for one, other in zip(few, more, strict=True):
             sample = sample_of([one.compiled, other.compiled], self._counts(one.lengths))
-            samples.append(sample.renamed("dp", "ep") if one.dense else sample)
+            samples.append(sample.resized("dp", 2, "ep", placement.ep) if one.dense else sample)
         return model_costs(placement, self.kinds, samples, ROWS)
 
     def _samples(self) -> list[tuple[int, ...]]:
@@ -175,29 +178,40 @@ class CostedModel:
         return found
 
     def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
-        mesh = placement.mesh
-        try:
-            return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), False)
-        except ValueError:
-            if all(self._counts(lengths)) or (placement.ep == 1 and placement.expert_axis == "ep"):
-                raise
-        # The first layers have no experts to shard: to them, ranks of ep are data parallel.
-        dense = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
-        mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in mesh.axes))
-        return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, dense.options, like), True)
+        shards = placement.ep > 1 or placement.expert_axis != "ep"
+        dense = shards and not self._has_experts(lengths)
+        if (
+            dense
+        ):  # to these layers, ranks of ep are data parallel: any number costs the same, but for sums of gradients
+            placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
+        mesh = Mesh.of(**{"dp": 2, **placement.mesh.sizes}) if dense else placement.mesh
+        return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), dense)
 
+    def _has_experts(self, lengths: tuple[int, ...]) -> bool:
+        """Whether a model of lists with these lengths has experts."""
+        alone = Placement()
+        return bool(dispatches(self._compiled(lengths, ROWS[0], alone.mesh, alone.options).local))
+
+    @compiling
     def _compiled(
         self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options, like: Plan | None = None
     ) -> Compiled:
+        if "tp" in mesh.sizes:  # chunks, whose number depends on sizes, would not compare
+            options = replace(options, async_tp=False)
+        key = lengths, rows, mesh, replace(options, activation_checkpoint="", loss_chunks=0), like is None
+        if key not in self._partitioned:
+            gm = copy_graph(self._captured(lengths, rows, options))
+            plan = None if like is None else _plan_like(like, copy_graph(gm), mesh, options)
+            ctx = Compilation(mesh.with_microbatches(options.all_microbatches), checks=False)
+            self._partitioned[key] = PartitionedModel(gm, mesh, options, ctx, plan=plan, outputs=())
+        return self._partitioned[key].compiled(options)
+
+    def _captured(self, lengths: tuple[int, ...], rows: int, options: Options) -> GraphModule:
         key = lengths, rows
         if key not in self._captures:
             with shortened(self.model, self.lists, lengths):
                 self._captures[key] = capture_step(self.model, self.make_batch(rows), options)
-        if "tp" in mesh.sizes:  # chunks, whose number depends on sizes, would not compare
-            options = replace(options, async_tp=False)
-        gm = copy_graph(self._captures[key])
-        plan = None if like is None else _plan_like(like, copy_graph(gm), mesh, options)
-        return compile_graph(gm, mesh, options, plan=plan, outputs=())
+        return self._captures[key]
 
 
 def layer_lists(model: nn.Module) -> tuple[LayerList, ...]:

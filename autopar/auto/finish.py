@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from autopar.auto.explanation import Explanation, chosen_options, options_in_words, seconds
-from autopar.auto.search import Candidate
+from autopar.auto.search import OF_A_MESH, Candidate
 from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import answer_of_first
 from autopar.runtime.fault.errors import CollectiveError, error_context
 from autopar.runtime.mesh.process_groups import Groups
 
 log = logging.getLogger("autopar.auto")
-OF_A_MESH = 2  # finalists, while others wait
 APART = 0.05  # measured times that differ by less are in no order
 
 

@@ -108,7 +108,8 @@ def layouts_for(
         if machine.chip == CPU:
             stack = replace(stack, reserved=0.0)
         fixed = {"memory_limit": machine.memory, **options}
-        return choose(CostedModel(model, rows_of(example)), Asked(world, rows, seq, fixed), cluster, stack)
+        asked = Asked(world, rows, seq, fixed, finish=max(1, count))
+        return choose(CostedModel(model, rows_of(example)), asked, cluster, stack)
 
     found, lines = _of_first(groups, chosen, count)
     for line in lines if groups.rank == 0 and count == 1 else ():

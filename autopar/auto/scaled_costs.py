@@ -5,8 +5,8 @@
     with_policy(costs, saving)                 as far as a checkpoint policy goes on one rank
 
 An axis divides a layer's work, what it keeps and its exchanges at best: norms, routers and repeated heads that ranks
-hold alike stay whole. Of n ranks each sends (n - 1) / n of its values. What attention sends over cp is left out, as
-another algorithm may be chosen for other sizes.
+hold alike stay whole. Of n ranks each sends (n - 1) / n of its values. What attention sends over cp is left out where
+another algorithm may be chosen: for other ranks of cp, or other heads on one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _least_factor(size: int) -> int:
 def at_size(costs: ModelCosts, placement: Placement) -> ModelCosts:
     """Costs with other sizes of the axes of their placement, at least."""
     times = {axis: getattr(placement, axis) / getattr(costs.placement, axis) for axis in AXES}
-    parts, resized = times["tp"] * times["cp"], set(times.values()) != {1.0}
+    parts = times["tp"] * times["cp"]
     tables = {
         axis: (1 - 1 / getattr(placement, axis)) / (1 - 1 / getattr(costs.placement, axis))
         for axis in AXES
@@ -64,7 +64,7 @@ def at_size(costs: ModelCosts, placement: Placement) -> ModelCosts:
 
     def sent(way: Way, values: Floats) -> Floats | None:
         axis = way[0].split("%")[0].split("/")[0]
-        if axis == "cp" and resized and placement.attention == "auto":
+        if axis == "cp" and (times["tp"], times["cp"]) != (1, 1) and placement.attention == "auto":
             return None
         grown = tables.get(axis, 1.0)
         beside = times["cp"] if axis == "tp" else parts  # tp gathers the tokens that it divides

@@ -23,8 +23,10 @@ from autopar.auto.pricing import certain, exposed
 from autopar.auto.space import POLICIES, SAVING, Question, Space
 from autopar.cost.layout import Layout
 from autopar.cost.layout_price import Price, way_of_parts
+from autopar.ir.mesh import Mesh
 
 BAND = 0.05  # of the least time: within it the simplest layout is chosen
+OF_A_MESH = 2  # layouts, while others wait to be measured
 FINALISTS = 10  # whose pipelines are simulated
 SLACK = 0.02  # of a bound that is summed up from prices of other layouts
 DATA, PIPELINE = ("dp", "optimizer"), ("bubble", "pp")  # causes of ZeRO and replicas, and of the schedule
@@ -89,15 +91,16 @@ class Found:
         return min((c.seconds for c in self.close), default=0.0)
 
 
-def search(space: Space, pricer: Pricer) -> Found:
-    """The search over a space."""
-    return _Search(space, pricer).run()
+def search(space: Space, pricer: Pricer, wanted: int = 1) -> Found:
+    """The search over a space. wanted: layouts that fit, `OF_A_MESH` of a mesh, among those that are priced."""
+    return _Search(space, pricer, wanted).run()
 
 
 @dataclass
 class _Search:
     space: Space
     pricer: Pricer
+    wanted: int = 1
     waiting: list[tuple[float, int, str, Layout]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     priced: dict[Layout, Candidate] = field(default_factory=dict)
@@ -108,7 +111,8 @@ class _Search:
     saves: dict[Layout, Layout] = field(default_factory=dict)  # a layout -> the member that it saves memory of
     enough: dict[Layout, list[tuple[int, ...]]] = field(default_factory=dict)  # member -> what makes it fit
     leanest: tuple[float, Layout] = (float("inf"), Layout())  # bytes, of those of families that do not fit
-    best: float = float("inf")
+    of_mesh: dict[Mesh, list[float]] = field(default_factory=dict)  # seconds of the fastest that fit
+    most: float = float("inf")  # seconds of a layout that is worth pricing
 
     def run(self) -> Found:
         for family in self.space.families():
@@ -118,7 +122,7 @@ class _Search:
                 self.counts["weights"] += size
             else:
                 self._wait(0.0, "family", family)
-        while self.waiting and self.waiting[0][0] <= self.best * (1 + BAND):
+        while self.waiting and self.waiting[0][0] <= self.most:
             bound, _, kind, layout = heapq.heappop(self.waiting)
             {"family": self._family, "members": self._members, "savings": self._savings, "saving": self._saving}[kind](
                 bound, layout
@@ -177,17 +181,11 @@ class _Search:
         self._wait(max(bound, self._least(family)), "members", family)
 
     def _least(self, family: Layout) -> float:
-        """Seconds that the members of a family take at least: parts of another number hold other layers."""
-        layouts = [_with_schedule(family, member) for member in self._shapes(family)]
+        """Seconds that the members of a family take at least, with the pipeline that wastes the least."""
+        pipelines = {_pipeline(member): member for member in self.space.members(family)}
+        layouts = [_with_schedule(family, member) for member in pipelines.values()]
         prices = [self.pricer.bound(layout) or self.pricer.price(layout) for layout in layouts]
-        return min((certain(price) for price in prices if not price.refused), default=0.0)
-
-    def _shapes(self, family: Layout) -> list[Layout]:
-        """The first member of a family with each way to spread layers over the ranks of pp."""
-        found: dict[object, Layout] = {}
-        for member in self.space.members(family):
-            found.setdefault(way_of_parts(member), member)
-        return list(found.values())
+        return min((certain(p) + exposed(p, *PIPELINE) for p in prices if not p.refused), default=0.0)
 
     def _members(self, bound: float, family: Layout) -> None:
         """Price the members of a family that may be within the band."""
@@ -197,7 +195,7 @@ class _Search:
         ways = {_way(m): self._seconds(_with_way(family, m), *DATA) - plain for m in members}
         for member in members:
             least = pipelines[_pipeline(member)] + ways[_way(member)]
-            if least * (1 - SLACK) > self.best * (1 + BAND):
+            if least * (1 - SLACK) > self.most:
                 continue
             candidate = self._price(member)
             if candidate is not None and not candidate.price.fits:
@@ -278,8 +276,16 @@ class _Search:
         candidate = self.priced[layout] = Candidate(layout, price)
         if price.fits:
             self.fitting.append(candidate)
-            self.best = min(self.best, price.seconds)
+            self._note_seconds(candidate)
         return candidate
+
+    def _note_seconds(self, candidate: Candidate) -> None:
+        """Of a layout that fits."""
+        before = self.of_mesh.get(candidate.layout.mesh, [])
+        self.of_mesh[candidate.layout.mesh] = sorted([*before, candidate.seconds])[:OF_A_MESH]
+        fastest = sorted(itertools.chain(*self.of_mesh.values()))
+        if len(fastest) >= self.wanted:
+            self.most = max(fastest[0] * (1 + BAND), fastest[self.wanted - 1])
 
     def _seconds(self, layout: Layout, *causes: str) -> float:
         """Seconds that members cannot avoid, with those of some causes."""

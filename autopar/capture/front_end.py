@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.copying.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.distributions import unchecked_distributions
-from autopar.adapters.fx.lazy import graph_module, lazy_code
+from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.grad_fn_paths import followed_paths
 from autopar.capture.custom_autograd.missing_fakes import with_fake
 from autopar.capture.flex.stand_ins import attentions_as_operators
@@ -47,11 +47,10 @@ from autopar.capture.side_effects.other_clocks import asked_out_of_sight
 from autopar.capture.side_effects.trace_side_effects import attributes_of, frozen_state
 from autopar.capture.side_effects.unseen_effects import seen_effects
 from autopar.capture.side_effects.unusual import warn_of
+from autopar.capture.trace.compiling import compiling
 from autopar.capture.trace.decompositions import fill_diagonal_
 from autopar.capture.trace.deterministic_sets import sets_in_order
 from autopar.capture.trace.export import export, flatten, paths, unflatten
-from autopar.capture.trace.frame_stack import with_large_stack
-from autopar.capture.trace.gc_pause import paused_collector
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
 from autopar.ir.batch import static_inputs_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, check_dtypes, dtypes_of, stored_by_name
@@ -202,9 +201,7 @@ def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
     return dtypes_of(model, precision, adapter.in_float32(model) if adapter is not None else ())
 
 
-@with_large_stack
-@paused_collector()
-@lazy_code()
+@compiling
 def capture(
     model: nn.Module,
     batch: Mapping[str, Any],

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.fx.lazy import lazy_code
-from autopar.capture.trace.frame_stack import with_large_stack
-from autopar.capture.trace.gc_pause import paused_collector
+from autopar.capture.trace.compiling import compiling
 from autopar.compile.serving import CUTS, Apart, captured, of_requests, samples_of, served_graph
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.expert_layers import dispatches
@@ -51,9 +49,7 @@ NODES, WITHIN = "ep", "tp"  # the axes of this role
 GATHERED = next(name for name, row in TOKEN_DISPATCHERS.items() if row.gathers)  # each node has all tokens
 
 
-@with_large_stack
-@paused_collector()
-@lazy_code()
+@compiling
 def compile_experts(
     model: nn.Module,
     batch: Mapping[str, Any],

@@ -3,7 +3,6 @@ accelerator."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,34 +13,21 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.ac_policies import AUTO
-from autopar.adapters.fx.lazy import lazy_code
-from autopar.capture.trace.frame_stack import with_large_stack
-from autopar.capture.trace.gc_pause import paused_collector
-from autopar.compile.ac_solver import LimitError, with_checkpoints
-from autopar.compile.loss_chunks import Made, in_chunks
+from autopar.capture.trace.compiling import compiling
+from autopar.compile.ac_solver import LimitError
 from autopar.compile.parameters import known_batch_dims, normalized
+from autopar.compile.partitioned_model import PartitionedModel
 from autopar.compile.shared_capture import SharedCapture
-from autopar.compile.slices import samples_of
-from autopar.compile.stages import StageBuilder
-from autopar.cost.axis_shares import axis_shares
-from autopar.cost.memory import most_static
 from autopar.ir.batch import with_static_inputs
-from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_code
+from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
-from autopar.passes.autodiff.differentiate import lowered
-from autopar.passes.pipelines import PLACEMENT_PASSES
-from autopar.passes.stage.slice_tokens import slice_tokens
-from autopar.passes.stage.split_prologue import split_prologue
-from autopar.plan import Plan, check_plan
+from autopar.plan import Plan
 from autopar.planner import make_plan
-from autopar.planner.experts.expert_axis import kept_axis
 from autopar.planner.pipeline.step_order import parameter_specs
-from autopar.planner.plan_fits import check_fits
 from autopar.rewrite.compilation import Compilation, Observer, timed
-from autopar.rewrite.pass_manager import PassManager
-from autopar.steps.graphs import Cache, Compiled, Pipeline, Prologue
+from autopar.steps.graphs import Compiled
 
 
 def compile_model(
@@ -149,9 +135,7 @@ def plan_graph(
     return plan, parameter_specs(gm, plan)
 
 
-@with_large_stack
-@paused_collector()
-@lazy_code()
+@compiling
 def compile_graph(gm: GraphModule, mesh: Mesh, options: Options | None = None, **how: Any) -> Compiled:
     """`compile_model` for a captured graph, which it changes."""
     compiled: Callable[..., Compiled] = functools.partial(_compiled, mesh=mesh, options=options, **how)
@@ -165,52 +149,15 @@ def _compiled(
     mesh: Mesh,
     options: Options | None = None,
     *,
-    train: bool = True,
     plan: Plan | None = None,
-    fixed: Plan | None = None,
-    outputs: Sequence[str] | None = None,
-    tangents: Sequence[str] = (),
     observers: Sequence[Observer] = (),
     timings: dict[str, float] | None = None,
+    **how: Any,
 ) -> Compiled:
     options = options or (plan.options if plan is not None else Options())
     timings = {} if timings is None else timings
     ctx = Compilation(mesh.with_microbatches(options.all_microbatches), observers=list(observers), timings=timings)
-    ctx.observe("capture", gm)
-    gm = normalized(gm, ctx)
-    if outputs is not None:
-        keep_outputs(gm, outputs)
-    if plan is None:
-        plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=train))
-    else:
-        check_plan(plan)
-        check_fits(plan, gm, train)
-        kept_axis(options, plan)  # for its refusals
-    ctx.plan = plan
-    slices = samples_of(plan, train)
-    contexts = [ctx.of_slice(s, s is slices[0]) for s in slices] or [ctx]
-    local = [
-        PassManager(PLACEMENT_PASSES).run(copy_graph(gm) if slices else gm, c, facts=("functional",)) for c in contexts
-    ]
-    ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local[0], plan))
-    made = [_of_microbatch(*pair) for pair in zip(local, contexts, strict=True)]
-    gm, prologue = made[0][0], made[0][2]
-    pre_pass = made[0][3]
-    if prologue is not None:
-        prologue.graph = lowered(prologue.graph)
-        ctx.observe("prologue", prologue.graph)
-    if pre_pass is not None:
-        ctx.plan = plan = _with_pre_pass(plan, pre_pass)
-    parameters = parameter_specs(gm, plan)
-    graphs, static = [(graph, caches) for graph, caches, _, _ in made], most_static(parameters, mesh, options)
-
-    def attempt(graphs: Sequence[Made]) -> Compiled:
-        def finished(plan: Plan, pipeline: Pipeline) -> Compiled:
-            return Compiled(gm.meta["signature"], plan, graphs[0][0], pipeline, prologue, parameters, train, timings)
-
-        return with_checkpoints(StageBuilder(graphs, ctx, train, static, tangents, slices, pre_pass), finished)
-
-    return in_chunks(graphs, ctx, train, attempt)
+    return PartitionedModel(gm, mesh, options, ctx, plan=plan, **how).compiled()
 
 
 def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan) -> Plan | None:
@@ -222,41 +169,6 @@ def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan
         return compile_graph(gm, mesh, options).plan
     except LimitError:  # the first batch will raise it for its own shape
         return None
-
-
-def _with_pre_pass(plan: Plan, pre_pass: GraphModule) -> Plan:
-    """The plan with a note of the pre-pass, whose cost matters."""
-    note = (
-        f"{len(pre_pass.meta['results'])} values of all microbatches depend on weights: a forward of each runs before "
-        'the step, without gradients; aux_loss_scope="microbatch" avoids this for auxiliary losses'
-    )
-    return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
-
-
-def _of_microbatch(
-    gm: GraphModule, ctx: Compilation
-) -> tuple[GraphModule, list[Cache], Prologue | None, GraphModule | None]:
-    """The graph of a microbatch, or of a slice of its tokens, on one rank, before stages are split and differentiated,
-    and the graph of the pre-pass."""
-    gm, prologue, pre_pass = split_prologue(gm, ctx)
-    gm, caches = slice_tokens(gm, ctx)
-    if ctx.mesh.slice is not None:
-        ctx.observe("slice_tokens", gm)
-    return gm, caches, prologue, pre_pass
-
-
-def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
-    """Drop the outputs that are not wanted; losses and new buffer values stay."""
-    signature, out, losses = gm.meta["signature"], output_node(gm), loss_places(gm)
-    kept = [
-        (spec, value)
-        for i, (spec, value) in enumerate(zip(signature.outputs, out.args[0], strict=True))  # type: ignore[arg-type]
-        if spec.kind == "mutation" or spec.name in names or i in losses
-    ]
-    out.args = (tuple(value for _, value in kept),)
-    gm.meta["signature"] = dataclasses.replace(signature, outputs=tuple(spec for spec, _ in kept))
-    remove_dead_code(gm)
-    gm.recompile()
 
 
 # --- split points under a memory limit -----------------------------------------------------------------

@@ -19,17 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.reads.compared_sizes import SizeLog
-from autopar.capture.trace.frame_stack import with_large_stack
-from autopar.capture.trace.gc_pause import paused_collector
+from autopar.capture.trace.compiling import compiling
 from autopar.compile.any_length import check_any_length, short_of
 from autopar.compile.known_masks import know_masks, mark_causal
 from autopar.compile.last_token import with_all_tokens
-from autopar.compile.model import keep_outputs
 from autopar.compile.one_token import check_one_token
 from autopar.compile.parameters import normalized
+from autopar.compile.partitioned_model import keep_outputs
 from autopar.compile.stages import place
 from autopar.compile.ways_by_length import check_other_ways
 from autopar.ir.flow import flow_of
@@ -73,9 +71,7 @@ CUTS: dict[str, Callable[[GraphModule], list[CutLayer]]] = {"experts": cut_exper
 _SIZED_ALIKE = tuple(x for x in COLLECTIVES if x is not torch.ops.autopar.all_to_all_rows.default)
 
 
-@with_large_stack
-@paused_collector()
-@lazy_code()
+@compiling
 def compile_packed(
     model: nn.Module,
     batch: Mapping[str, Any],

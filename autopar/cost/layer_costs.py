@@ -263,11 +263,14 @@ class Sample:
     itemsize: int
     num_experts: int
 
-    def renamed(self, axis: str, name: str) -> Sample:
-        """With another name for an axis."""
+    def resized(self, axis: str, size: int, name: str, ranks: int) -> Sample:
+        """With another name and other ranks of an axis over which only sums of gradients travel."""
+        times = (1 - 1 / ranks) / (1 - 1 / size)
 
         def changed(work: RawWork) -> RawWork:
-            return replace(work, sent={(name if a == axis else a, kind): v for (a, kind), v in work.sent.items()})
+            sent = {way: value for way, value in work.sent.items() if way[0] != axis}
+            grown = {(name, way[1]): (n, times * b) for way, (n, b) in work.sent.items() if way[0] == axis}
+            return replace(work, sent=sent | (grown if ranks > 1 else {}))
 
         works = tuple((changed(f), changed(b), changed(again)) for f, b, again in self.works)
         return replace(self, works=works)

@@ -32,6 +32,7 @@ class Compilation:
     plan: Plan | None = None
     observers: list[Observer] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
+    checks: bool = True  # whether invariants are checked: not of graphs that never run
     checked: dict[Node, list[Any]] = field(default_factory=dict)  # node whose types are right -> what was read of it
 
     # Names of the calls of a graph -> the order that its collectives were given: slices have the same.
@@ -42,7 +43,7 @@ class Compilation:
         """The compilation of one slice of the tokens. ``watched``: for the same observers."""
         mesh = replace(self.mesh, slice=part)
         observers = self.observers if watched else []
-        return Compilation(mesh, self.plan, observers, self.timings, orders=self.orders, prefix=self.prefix)
+        return replace(self, mesh=mesh, observers=observers, checked={})
 
     @contextmanager
     def within(self, prefix: str) -> Iterator[None]:

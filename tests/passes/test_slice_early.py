@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -243,3 +244,15 @@ def test_a_filled_tensor_is_made_for_the_rows_of_a_rank(mesh: Mesh, microbatches
     made = [n for part in compiled.pipeline.parts for n in part.forward.graph.graph.nodes if n.target in FILLED]
     assert made and all(n.meta["val"].shape[0] == 4 // microbatches for n in made if n.meta["val"].dim() == 3)
     assert check_model(_Filled().double(), batch, mesh, Options(microbatches=microbatches)).worst < 1e-12
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([("dp", 0), ("cp", 1), ("tp", 2)])), ids=str)
+def test_slices_of_several_axes_in_any_order_are_moved(order: tuple[tuple[str, int], ...]) -> None:
+    """Each waits for the one above it."""
+    steps = [SampleCall(aten.ones.default, ((4, 8, 2),))]
+    steps += [SampleCall(convert, (Ref(i), axis, "I", f"S({dim})")) for i, (axis, dim) in enumerate(order)]
+    steps.append(SampleCall(aten.mul.Tensor, (normal(4, 8, 2), Ref(3))))
+    x: dict[str, Placement] = {axis: Shard(dim) for axis, dim in order}
+    mesh = Mesh.of(dp=2, cp=2, tp=2)
+    found = sliced(Sample(steps, private=(0, 1, 2, 3)), (x,), mesh)
+    assert not any("convert" in line for line in found), found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from autopar.capture.front_end import capture
-from autopar.compile.model import keep_outputs
+from autopar.compile.partitioned_model import keep_outputs
 from autopar.ir.graph import ancestors, copy_graph, has_gradient, mark_gradients, outputs, placeholders
 from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.ir.placement import nested_piece

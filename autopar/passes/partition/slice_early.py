@@ -40,11 +40,9 @@ class SliceEarly(Pass):
     requires = ("placements",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        for axis in (a for a in ctx.mesh.cut_order if a != "sl"):
-            moves = _Moves(gm, ctx, axis)
-            for node in reversed(list(gm.graph.nodes)):  # users first: they move their slices up
-                if axis not in IN_TIME or node.target in FILLED:
-                    moves.visit(node)
+        axes = [a for a in ctx.mesh.cut_order if a != "sl"]
+        while any([_Moves(gm, ctx, axis).run() for axis in axes]):  # a slice of one axis may wait for that of another
+            pass
         gm.recompile()
         return gm
 
@@ -66,18 +64,24 @@ class _Moves:
         axis, src, dst = conversion_of(node)
         return axis == self.axis and isinstance(src, (Invariant, Replicate)) and isinstance(dst, Shard)
 
-    def visit(self, node: Node) -> None:
+    def run(self) -> bool:
+        """Whether a slice was moved."""
+        users_first = reversed(list(self.gm.graph.nodes))  # they move their slices up
+        return any([self._visit(n) for n in users_first if self.axis not in IN_TIME or n.target in FILLED])
+
+    def _visit(self, node: Node) -> bool:
         """Shard a value instead of slicing it, if a single slice is all that is used of it and its rule allows that."""
         uses = list(node.users)
         if not uses or not all(map(self._is_slice, uses)) or not _is_computed(node):
-            return
+            return False
         placed = uses[0].meta["placements"]
         if any(use.meta["placements"] != placed for use in uses) or not self._cut(node, placed):
-            return
+            return False
         for use in uses:
             use.replace_all_uses_with(node)
             self.slices.pop((node, conversion_of(use)[2]), None)
             self.gm.graph.erase_node(use)
+        return True
 
     def _cut(self, node: Node, placed: Mapping[str, Placement]) -> bool:
         """Slice the operands of an op and give it these placements. False, changing nothing, if that is impossible."""
