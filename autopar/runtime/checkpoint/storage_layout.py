@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from autopar.files import opened_plain
 from autopar.runtime.checkpoint.json_tree import dtype_called
@@ -43,6 +44,17 @@ class BlockChecksums:
     @property
     def found(self) -> list[int]:
         return self._done + ([self._sum] if self._size else [])
+
+
+def host_bytes(x: Tensor) -> memoryview:
+    """The bytes of a uint8 [n] tensor on the host, without a copy."""
+    data: Any = x.numpy()
+    return memoryview(data)
+
+
+def checksum(block: Tensor) -> int:
+    """Of a block, as a uint8 tensor on the host."""
+    return zlib.crc32(host_bytes(block))
 
 
 def check_blocks(data: memoryview, start: int, stop: int, sums: Sequence[int], known: set[int]) -> int | None:
