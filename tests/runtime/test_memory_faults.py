@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -83,12 +85,11 @@ def without_room(folder: str, memory: str, who: int, what: str) -> tuple[list[fl
     if what == "folder" and rank == who:
         os.environ["AUTOPAR_MEMORY"] = "/proc/nowhere/memory"
     if what == "open" and rank == who:
-        os.umask(0)
-        Path(os.environ["AUTOPAR_MEMORY"]).mkdir(0o777)
+        Path(os.environ["AUTOPAR_MEMORY"]).mkdir()
+        Path(os.environ["AUTOPAR_MEMORY"]).chmod(0o777)
     run, losses = Run({"dp": 2}, zero=1), []
-    if what == "room" and rank == who:
-        memory_folder.free_memory = lambda: 1000
-    with warnings.catch_warnings(record=True) as said:
+    free = 1000 if what == "room" and rank == who else memory_folder.free_memory()
+    with mock.patch.object(memory_folder, "free_memory", lambda: free), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(3):
             losses.append(run.step())
@@ -115,7 +116,7 @@ def test_a_save_that_fails_is_a_warning(tmp_path: Path, what: str, words: str) -
         assert outcome.value[0] == pytest.approx(expected[:3], abs=EXACT)
     said = results[0].value[1]
     assert len(said) == 3 and not results[1].value[1], said
-    assert __import__("re").search(words, said[0]), said
+    assert re.search(words, said[0]), said
     results = run_ranks(2, resumed, str(tmp_path / "run"), str(tmp_path / "memory"), 2, {"dp": 2}, 1, {"zero": 1})
     for in_memory, step, losses, _ in results:
         assert not in_memory and step == 2 and losses == pytest.approx(expected[2:4], abs=EXACT)

@@ -190,11 +190,11 @@ def resumed_and_saved(folder: str, memory: str, sizes: Sizes, per_node: int) -> 
 
 def test_two_generations_and_no_more(tmp_path: Path) -> None:
     """Of each rank, its share and that of one neighbour; nobody else may read them."""
-    kept = Kept(tmp_path)
+    kept = Kept(tmp_path, per_node=2)
     for node in kept.memory.iterdir():
         (run,) = node.iterdir()
         names = sorted(file.name for file in run.iterdir())
-        assert len(names) == 2 * 2 * 2 and len({name.partition(".")[0] for name in names}) == 2
+        assert len(names) == 4 * 2 * 2 and len({name.partition(".")[0] for name in names}) == 2
         assert {path.stat().st_mode & 0o777 for path in run.iterdir()} == {0o600}
         assert {path.stat().st_mode & 0o777 for path in (node, run)} == {0o700}
     for _ in range(2):  # all ranks are on the first node now

@@ -278,7 +278,7 @@ def sum_is_right(written: bytes) -> bool | None:
 def checked_text(written: bytes) -> str:
     """The text of `with_sum`. Raises ValueError if it has other bytes."""
     if not sum_is_right(written):
-        raise ValueError("has other bytes than were written")
+        raise ValueError("it has other bytes than were written")
     return written.decode()
 
 

@@ -33,6 +33,7 @@ from autopar.values import parse
 
 VARIABLE, TOKEN_FILE = "AUTOPAR_MEMORY", ".memory"
 FORMAT = 1
+MOST_RANKS = 2**20
 _TOKEN = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _FILE = re.compile(r"((\d{8,})-[0-9a-f]{8})\.(\d{5,})\.(tensors|json|next)", re.ASCII)
 _ABANDONED = 24 * 3600.0  # seconds without a write after which the files of another run are removed
@@ -73,7 +74,7 @@ def node_name() -> str:
 
 
 def token_of(run_folder: Path) -> str:
-    """The token of a run; "" if it has none. Whoever removes the folder of the run removes its memory checkpoints."""
+    """The token of a run; "" if it has none: without the folder of the run its memory checkpoints do not count."""
     with contextlib.suppress(OSError, ValueError), opened_inside(run_folder, TOKEN_FILE) as file:
         said = file.read(100).decode().strip()
         return said if _TOKEN.fullmatch(said) else ""
@@ -125,9 +126,9 @@ class MemoryFolder:
                 _check_room(size)
                 os.posix_fallocate(handle, 0, size)
             return mmap.mmap(handle, size)
-        except BaseException:
+        except OSError as error:
             path.unlink()
-            raise
+            raise OSError(error.errno, f"{error.strerror} ({size / 1e9:.2f} GB in {self.folder})") from error
         finally:
             os.close(handle)
 
@@ -161,7 +162,7 @@ class MemoryFolder:
                     with self.opened(file.generation, file.rank) as tensors:
                         whole = os.fstat(tensors.fileno()).st_size == told["size"]
                     numbers = file.order, file.rank, told["ranks"], told["after"]
-                    if whole and all(type(n) is int for n in numbers) and 0 <= file.rank < told["ranks"]:
+                    if whole and all(type(n) is int for n in numbers) and file.rank < told["ranks"] <= MOST_RANKS:
                         found.append(Part(file.order, file.generation, *numbers[1:]))
         return found
 
@@ -228,7 +229,7 @@ def read_part(written: bytes, generation: str, rank: int) -> dict[str, Any]:
     found = parse(checked_text(written))
     head = [found.get(name) for name in ("format", "generation", "rank")] if isinstance(found, dict) else []
     if head != [FORMAT, generation, rank]:
-        raise ValueError(f"needs the manifest of rank {rank} of {generation}, found another one")
+        raise ValueError("it is of another part, or of another version of autopar")
     return dict(found)
 
 

@@ -108,12 +108,16 @@ class SavedTensor:
 
     def pieces(self) -> list[SavedPiece]:
         """The pieces. Raises ValueError unless they cover every element of the tensor exactly once."""
-        if not isinstance(self.told, list):
-            raise ValueError(f"{self.key} has no pieces")
-        found = [self._piece(told) for told in self.told]
+        found = self.listed()
         if sum(math.prod(piece.sizes) for piece in found) != math.prod(self.shape) or _overlap(found):
             raise ValueError(f"the pieces of {self.key} do not cover a tensor of shape {self.shape} exactly once")
         return found
+
+    def listed(self) -> list[SavedPiece]:
+        """The pieces, which may be a part of them. Raises ValueError."""
+        if not isinstance(self.told, list):
+            raise ValueError(f"{self.key} has no pieces")
+        return [self._piece(told) for told in self.told]
 
     def _piece(self, told: Any) -> SavedPiece:
         if not isinstance(told, list) or len(told) != 4 or not isinstance(told[0], str):

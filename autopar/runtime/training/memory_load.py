@@ -124,7 +124,7 @@ class MemoryReads:
     # --- manifests --------------------------------------------------------------------------------------------
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of the checkpoint, from those of all parts. Collective. Raises ValueError if one is damaged."""
+        """The manifest of the checkpoint, from those of all parts. Collective. Raises as `joined_parts` does."""
         generation, parts = self._found.generation, range(len(self._found.holders))
         written = [b""] * len(parts)
         for rank in parts:
@@ -134,9 +134,7 @@ class MemoryReads:
                     written[rank] = self.memory.manifest_bytes(generation, rank)
         if self._group is not None:
             self._exchange(written)
-        told = [read_part(text, generation, rank) for rank, text in zip(parts, written, strict=True)]
-        self.sizes = {file_of(rank): int(part["size"]) for rank, part in zip(parts, told, strict=True)}
-        return manifest_of([part["told"] for part in told], told[0]["common"])
+        return joined_parts(written, generation)
 
     def _exchange(self, written: list[bytes]) -> None:
         """Each manifest from its first holder to all."""
@@ -186,6 +184,27 @@ class MemoryReads:
         return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
+def joined_parts(written: Sequence[bytes], generation: str) -> dict[str, Any]:
+    """The manifest of a checkpoint, from those of its parts in the order of ranks. Raises ValueError if one is damaged,
+    CheckpointError if they do not cover a tensor."""
+    rank = 0
+    try:
+        told = []
+        for rank, text in enumerate(written):
+            told.append(read_part(text, generation, rank))
+            index = told[-1]["told"]["index"]
+            if index["files"] != {file_of(rank): told[-1]["size"]}:
+                raise ValueError("it has other files than were saved")
+            for key, entry in index["tensors"].items():
+                SavedTensor.of(key, entry).listed()
+        return manifest_of([part["told"] for part in told], told[0]["common"])
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        what = str(error) if isinstance(error, ValueError) else "an entry is missing or has the wrong type"
+        raise ValueError(
+            f"load: part {rank} of {generation} in memory is damaged: {what}; load a checkpoint of the disk"
+        ) from error
+
+
 def _rank_of(file: str) -> int:
     """The rank of `file_of`."""
     return int(file.removeprefix("rank-").partition(".")[0])
@@ -197,8 +216,6 @@ class MemoryTensors(SavedTensors):
     def __init__(self, reads: MemoryReads, name: str, manifest: Mapping[str, Any]) -> None:
         super().__init__(reads.memory.folder / name, manifest)
         self._reads, self._maps = reads, dict[str, mmap.mmap]()
-        if {name: reads.sizes.get(name) for name in self.files} != self.files or self._sums.keys() != self.files.keys():
-            raise ValueError(f"load: the manifest of {self.folder} is damaged: other files than its parts have")
 
     def _check_file(self, name: str, pieces: list[tuple[SavedTensor, SavedPiece]]) -> None:
         if name not in self.files:
