@@ -9,7 +9,6 @@ value_codec         values as JSON, which can be read without running code
 stored_operators    operators that a stored step may call
 disk_cache          the folder: lookup, concurrent writers, waiting for a compilation, eviction
 entry_file          a signed, compressed file
-private_folder      whether others may write to the folder, and the signing key
 background_compile  compiles the step of a longer batch in a process beside the training
 
 An entry is found by its key alone. A key that is too fine costs a compilation, one that is too coarse trains a wrong

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.cache.entry_file import StoredEntry, packed_entry, read_entry
-from autopar.cache.private_folder import keep_others_out, user_key, why_no_key, why_not_own, why_unsafe
 from autopar.files import OFF, cache_root, written_beside
+from autopar.private_folder import keep_others_out, user_key, why_no_key, why_not_own, why_unsafe
 
 log = logging.getLogger("autopar.cache")
 

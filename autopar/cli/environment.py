@@ -29,6 +29,7 @@ _READ = (
     "DUMP",
     "FLIGHT",
     "HEARTBEAT_TIMEOUT",
+    "MEMORY",
     "REPLICA",
     "REPLICA_STORE",
     "TIMEOUT",

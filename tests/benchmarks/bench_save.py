@@ -1,4 +1,4 @@
-"""What a save costs a run: at once, and beside the training; and against torch's own async_save.
+"""What a save costs a run: at once, beside the training, into memory of two nodes; and against torch's own async_save.
 
     python tests/benchmarks/bench_save.py [--rounds 5]
 
@@ -8,12 +8,13 @@ A float32 Llama with AdamW on two processes, ZeRO-1; 128 tokens per rank and ste
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Trained:
 
     def save(self, folder: str, **how: Any) -> Any:
         """By autopar; what a step waits for the copies is in ``waited``."""
-        saving = autopar.save(folder, self.model, self.optimizer, keep=1, **how)
+        saving = autopar.save(folder, self.model, self.optimizer, **how)
         until, self.waited = saving.wait_staged, 0.0
 
         def wait() -> None:
@@ -75,13 +76,16 @@ class Trained:
 
 
 def at_once(run: Trained, folder: str) -> Row:
-    return {"call": timed(lambda: run.save(folder))}
+    return {"call": timed(lambda: run.save(folder, keep=1))}
 
 
-def beside(run: Trained, folder: str, plain: float) -> Row:
+LATER, MEMORY = {"asynchronous": True, "keep": 1}, {"memory": True}
+
+
+def beside(run: Trained, folder: str, plain: float, how: Mapping[str, Any]) -> Row:
     """``call`` and ``waited`` are what the training does not do meanwhile; ``slower``: what its steps take more."""
     start, found = time.perf_counter(), []
-    call = timed(lambda: found.append(run.save(folder, asynchronous=True)))
+    call = timed(lambda: found.append(run.save(folder, **how)))
     (saving,) = found
     waited, slower, steps = 0.0, 0.0, 0
     while slowest(float(not saving.done)) or steps < 2:  # all ranks make as many
@@ -92,10 +96,10 @@ def beside(run: Trained, folder: str, plain: float) -> Row:
     return {"call": call, "waited": waited, "slower": slower - waited, "until done": time.perf_counter() - start}
 
 
-def copied(run: Trained, folder: str) -> Row:
+def copied(run: Trained, folder: str, how: Mapping[str, Any]) -> Row:
     """Where the next thing after the call is a step of the optimizer, with no forward and backward in between."""
     start, found = time.perf_counter(), []
-    call = timed(lambda: found.append(run.save(folder, asynchronous=True)))
+    call = timed(lambda: found.append(run.save(folder, **how)))
     waited = timed(found[0].wait_staged)
     found[0].wait()
     return {"call": call, "waited": waited, "until done": time.perf_counter() - start}
@@ -115,6 +119,8 @@ def of_torch(run: Trained, folder: str, asynchronous: bool) -> Row:
 def rank(rounds: int, work: Workload) -> dict[str, Row] | None:
     """The median of each time over the rounds."""
     warnings.simplefilter("ignore")
+    memory = Path(f"/dev/shm/autopar-bench-{os.environ['RANK']}")  # a node of its own
+    os.environ["AUTOPAR_MEMORY"] = str(memory)
     run, rows = Trained(work), dict[str, list[Row]]()
     for _ in range(3):
         run.step()
@@ -125,8 +131,10 @@ def rank(rounds: int, work: Workload) -> dict[str, Row] | None:
             plain = statistics.median(timed(run.step) for _ in range(3))
             found = {
                 "at once": at_once(run, f"{base[0]}/now"),
-                "beside the training": beside(run, f"{base[0]}/later", plain),
-                "beside, an optimizer's step at once": copied(run, f"{base[0]}/later"),
+                "beside the training": beside(run, f"{base[0]}/later", plain, LATER),
+                "beside, an optimizer's step at once": copied(run, f"{base[0]}/later", LATER),
+                "in memory": beside(run, f"{base[0]}/memory", plain, MEMORY),
+                "in memory, an optimizer's step at once": copied(run, f"{base[0]}/memory", MEMORY),
                 "torch's save": of_torch(run, f"{base[0]}/torch", False),
                 "torch's async_save": of_torch(run, f"{base[0]}/torch_async", True),
                 "a step": {"call": plain},
@@ -139,6 +147,7 @@ def rank(rounds: int, work: Workload) -> dict[str, Row] | None:
         return medians if dist.get_rank() == 0 else None
     finally:
         dist.barrier()
+        shutil.rmtree(memory)
         if dist.get_rank() == 0:
             shutil.rmtree(base[0])
 

@@ -18,7 +18,7 @@ from autopar.cache import disk_cache as module
 from autopar.cache import entry_file
 from autopar.cache.disk_cache import DEFAULT_SIZE, DiskCache, entry_folder
 from autopar.cache.entry_file import packed_entry, read_entry, unpacked_entry
-from autopar.cache.private_folder import user_key, why_unsafe
+from autopar.private_folder import user_key, why_unsafe
 
 KEY, OTHER = "ab" * 20, "cd" * 20
 SECRET = b"s" * 32

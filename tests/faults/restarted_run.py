@@ -1,9 +1,9 @@
 """A training run as torchrun starts it, killed or stopped at drawn moments: it resumes from the folder of the run.
 
-    torchrun --max-restarts 3 --nproc-per-node 2 tests/faults/restarted_run.py FOLDER SEED FAULTS PAUSE
+    torchrun --max-restarts 3 --nproc-per-node 2 tests/faults/restarted_run.py FOLDER SEED FAULTS PAUSE WHERE
 
 In each of the first FAULTS attempts one rank comes to grief after a drawn number of calls within autopar. Rank 0 writes
-each loss, and when each attempt met and resumed, to FOLDER/losses.
+each loss, and when each attempt met and resumed, to FOLDER/losses. WHERE it saves each step: disk, or memory.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def batch_of(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(ROWS, n, generator=drawn, dtype=torch.float64) for name, n in (("x", 8), ("y", 1))}
 
 
-def fall(seed: int, attempt: int, rank: int, world: int) -> None:
-    """Arm the fault of this attempt, if this rank is its victim."""
+def fall(seed: int, attempt: int, rank: int, world: int, note: Path) -> None:
+    """Arm the fault of this attempt, if this rank is its victim. note: a file that gets the time of the fault."""
     chance = random.Random(f"{seed} {attempt}")
     victim, left = chance.randrange(world), int(FIRST * (CALLS / FIRST) ** chance.random())
     way = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
@@ -56,12 +56,13 @@ def fall(seed: int, attempt: int, rank: int, world: int) -> None:
             left -= 1
             if left <= 0:
                 sys.setprofile(None)
+                note.write_text(str(time.time()))
                 os.kill(os.getpid(), way)
 
     sys.setprofile(count)
 
 
-def main(folder: Path, seed: int, faults: int, pause: float) -> None:
+def main(folder: Path, seed: int, faults: int, pause: float, where: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -72,7 +73,7 @@ def main(folder: Path, seed: int, faults: int, pause: float) -> None:
 
     note(what="started")
     if attempt < faults:
-        fall(seed, attempt, rank, world)
+        fall(seed, attempt, rank, world, folder / f"fault-{attempt}")
     mesh = autopar.init_mesh("cpu", 60.0, dp="rest")
     note(what="met")
     torch.manual_seed(0)
@@ -82,17 +83,19 @@ def main(folder: Path, seed: int, faults: int, pause: float) -> None:
 
     model = autopar.parallelize(Model().double(), mesh, zero=1, example_batch=part(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    begin = autopar.load(folder / "run", model, optimizer, missing_ok=True).step
-    note(what="loaded", step=begin)
-    for step in range(begin, STEPS):
+    note(what="parallelized")
+    found = autopar.load(folder / "run", model, optimizer, missing_ok=True)
+    note(what="loaded", step=found.step, memory=found.memory)
+    keep = {"keep": 2} if where == "disk" else {"memory": True}
+    for step in range(found.step, STEPS):
         optimizer.zero_grad()
         loss = float(model.train_step(**part(step)))
         optimizer.step()
         note(what="step", step=step, loss=loss.hex())
-        autopar.save(folder / "run", model, optimizer, step=step + 1, keep=2)
+        autopar.save(folder / "run", model, optimizer, step=step + 1, **keep)
         time.sleep(pause)
     sys.setprofile(None)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

@@ -26,7 +26,7 @@ DOCUMENTED = {"torch._check"}
 # Who may import whom: a room (or a file beside the rooms) imports itself and what stands on lower floors.
 FLOORS: tuple[set[str], ...] = (
     {"spelling", "errors", "files", "adapters", "version", "zero_stages"},
-    {"registry", "lift_to_float64", "values", "capture.branches", "capture.reads"},
+    {"registry", "lift_to_float64", "private_folder", "values", "capture.branches", "capture.reads"},
     {"chips", "token_dispatchers"},
     {"ops", "schedule", "precision", "ac_policies", "capture.side_effects"},
     {

@@ -36,9 +36,12 @@ with atheris.instrument_imports(include=["autopar"]):
     from autopar.plan import Plan
     from autopar.report.flight_summary import read_flights
     from autopar.runtime.checkpoint.json_tree import decoded
+    from autopar.runtime.checkpoint.memory_folder import part_bytes
     from autopar.runtime.checkpoint.tensor_storage import SavedTensors
+    from autopar.runtime.training.memory_load import joined_parts
 
 from autopar.errors import is_refusal
+from autopar.runtime.fault.error_propagation import CheckpointError
 from tests.malformed.judge import broken, unclear
 from tests.support.plain_models import Net, build, numbers
 
@@ -123,6 +126,24 @@ def _manifests() -> list[bytes]:
     return [json.dumps({"files": {"rank-0.safetensors": 100}, "tensors": {"a": tensor}, "sums": {"a": [1]}}).encode()]
 
 
+def _memory_part(data: bytes) -> Any:
+    """A part whose checksum is right, whatever somebody has written into it."""
+    facts, generation = json.loads(data), "00000001-0123abcd"
+    if isinstance(facts, dict):
+        found = SavedTensors(Path(tempfile.gettempdir()), joined_parts([part_bytes(generation, 0, facts)], generation))
+        found.check(found.under(""))
+
+
+def _memory_parts() -> list[bytes]:
+    file = "rank-00000.safetensors"
+    tensor = {"dtype": "float32", "shape": [2, 2], "pieces": [[file, 72, [0, 0], [2, 2]]]}
+    index = {"files": {file: 88}, "tensors": {"model.w": tensor}}
+    states = {"optimizers": [{"names": [["w"]], "states": {"w": {"dict": {"step": {"tensor": "x"}}}}}]}
+    told = {"index": index, "of_stage": states, "extra": {"part": None, "tree": {"dict": {}}}, "sums": [1]}
+    common = {"step": 1, "optimizers": [{"kind": "AdamW", "options": []}], "parameters": {"w": []}, "run": "a"}
+    return [json.dumps({"ranks": 1, "after": 0, "size": 88, "common": common, "told": told}).encode()]
+
+
 def _entries() -> list[bytes]:
     return [entry_file.packed_entry(SECRET, "a", {"model": "x"}, {"costs": b"12345" * 40})]
 
@@ -149,6 +170,7 @@ READERS: Mapping[str, Reader] = {
     ),
     "tree": Reader(lambda data: decoded(json.loads(data), lambda key: torch.ones(())), _trees, (ValueError,)),
     "manifest": Reader(_tensors, _manifests),
+    "memory": Reader(_memory_part, _memory_parts, (CheckpointError,)),
     "entry": Reader(_signed, _entries, (KeyError,), is_json=False),
     "mesh": Reader(lambda data: Mesh.parse(data.decode()), lambda: [b"pp=2,dp=4,tp=8", b"dp=1"], is_json=False),
     "topology": Reader(

@@ -57,6 +57,23 @@ class SavedStep(NamedTuple):
 
 
 @dataclass
+class MemoryRun:
+    """The memory checkpoints of a run, as this rank knows them. token: names their folder on each node. complete: the
+    newest complete generation, or "". order: the number of the last one begun. attempt: this start of the run; a
+    generation that an earlier start has left half written has another name."""
+
+    token: str
+    complete: str = ""
+    order: int = 0
+    attempt: str = ""
+
+    def next(self) -> str:
+        """The name of the next generation."""
+        self.order += 1
+        return f"{self.order:08d}-{self.attempt}"
+
+
+@dataclass
 class RunLineage:
     """One run, from its first checkpoint on. ``name``: stored in each checkpoint, and adopted by a model that loads
     one. began: when the model was created, in seconds. seen: by folder, the newest checkpoint when this model last
@@ -66,6 +83,7 @@ class RunLineage:
     began: float = field(default_factory=time.time)
     seen: dict[Path, SavedStep | None] = field(default_factory=dict)
     shared: bool = False
+    memory: dict[Path, MemoryRun] = field(default_factory=dict)  # by folder
 
 
 class CheckpointDir:
@@ -101,8 +119,8 @@ class CheckpointDir:
         """Make the draft the latest checkpoint; remove older ones of this run beyond ``keep``, or of the same step."""
         name, newest, line = self._name, newest_in(self.folder), self._line
         made = SavedStep(newest.order + 1 if newest is not None else 1, name, line.name)
-        text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **manifest})[:-1]
-        write_synced(self.draft / MANIFEST, f'{text}, "sum": {zlib.crc32(text.encode())}}}')
+        text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **manifest})
+        write_synced(self.draft / MANIFEST, with_sum(text))
         sync_path(self.draft)
         line.seen[self.folder] = made
         os.rename(self.draft, self.target)
@@ -241,10 +259,27 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             "version that saved it, or a newer one"
         )
     assert isinstance(found, dict)
-    end = _END.search(written)
-    if end is not None and int(end[1]) != zlib.crc32(written[: end.start()]):
+    if sum_is_right(written) is False:
         raise ValueError(f"load: {checkpoint / MANIFEST} has other bytes than were saved; load an older checkpoint")
     return found
+
+
+def with_sum(text: str) -> bytes:
+    """The text of a JSON object with an entry more, the CRC of everything before it."""
+    return f'{text[:-1]}, "sum": {zlib.crc32(text[:-1].encode())}}}'.encode()
+
+
+def sum_is_right(written: bytes) -> bool | None:
+    """Whether a text is as `with_sum` made it; None if it has no sum."""
+    end = _END.search(written)
+    return None if end is None else int(end[1]) == zlib.crc32(written[: end.start()])
+
+
+def checked_text(written: bytes) -> str:
+    """The text of `with_sum`. Raises ValueError if it has other bytes."""
+    if not sum_is_right(written):
+        raise ValueError("it has other bytes than were written")
+    return written.decode()
 
 
 def read_shown(path: Path) -> Any:

@@ -16,12 +16,12 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.checkpoint.storage_layout import BlockChecksums
+from autopar.runtime.checkpoint.memory_folder import free_memory
+from autopar.runtime.checkpoint.storage_layout import BlockChecksums, host_bytes
 from autopar.runtime.checkpoint.tensor_storage import Piece
 
 WAVE = 32 * 2**20  # bytes of a slot
@@ -53,14 +53,7 @@ class Slots:
 def slots_of(limit: int | None, pinned: bool) -> Slots:
     """The slots of this process. None: half of the memory free now, shared by the processes of this machine."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Slots(_free_memory() // 2 // local if limit is None else limit, pinned)
-
-
-def _free_memory() -> int:
-    """Bytes of available host memory, as reported by the system."""
-    file = Path("/proc/meminfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 8 * 2**30)
+    return Slots(free_memory() // 2 // local if limit is None else limit, pinned)
 
 
 class StagedFile:
@@ -88,7 +81,7 @@ class StagedFile:
             if self._slots is None:
                 for flat in self._bytes():
                     for part in flat.split(WAVE):
-                        self._write(_bytes_of(part))
+                        self._write(host_bytes(part))
             else:
                 self._write_copies(self._slots)
             os.fsync(self._file.fileno())
@@ -117,7 +110,7 @@ class StagedFile:
                     if not self._broken:
                         if there is not None:
                             there.synchronize()
-                        self._write(_bytes_of(slot[:count]))
+                        self._write(host_bytes(slot[:count]))
                 except BaseException:
                     self._broken = True  # stop copying without waiting for the disk
                     raise
@@ -169,9 +162,3 @@ class StagedFile:
         self.sums.add(data)
         while data:
             data = data[self._file.write(data) :]
-
-
-def _bytes_of(x: Tensor) -> memoryview:
-    """The bytes of a uint8 [n] tensor on the host, without a copy."""
-    data: Any = x.numpy()
-    return memoryview(data)

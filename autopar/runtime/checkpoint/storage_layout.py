@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from autopar.files import opened_plain
 from autopar.runtime.checkpoint.json_tree import dtype_called
@@ -43,6 +44,17 @@ class BlockChecksums:
     @property
     def found(self) -> list[int]:
         return self._done + ([self._sum] if self._size else [])
+
+
+def host_bytes(x: Tensor) -> memoryview:
+    """The bytes of a uint8 [n] tensor on the host, without a copy."""
+    data: Any = x.numpy()
+    return memoryview(data)
+
+
+def checksum(block: Tensor) -> int:
+    """Of a block, as a uint8 tensor on the host."""
+    return zlib.crc32(host_bytes(block))
 
 
 def check_blocks(data: memoryview, start: int, stop: int, sums: Sequence[int], known: set[int]) -> int | None:
@@ -96,12 +108,16 @@ class SavedTensor:
 
     def pieces(self) -> list[SavedPiece]:
         """The pieces. Raises ValueError unless they cover every element of the tensor exactly once."""
-        if not isinstance(self.told, list):
-            raise ValueError(f"{self.key} has no pieces")
-        found = [self._piece(told) for told in self.told]
+        found = self.listed()
         if sum(math.prod(piece.sizes) for piece in found) != math.prod(self.shape) or _overlap(found):
             raise ValueError(f"the pieces of {self.key} do not cover a tensor of shape {self.shape} exactly once")
         return found
+
+    def listed(self) -> list[SavedPiece]:
+        """The pieces, which may be a part of them. Raises ValueError."""
+        if not isinstance(self.told, list):
+            raise ValueError(f"{self.key} has no pieces")
+        return [self._piece(told) for told in self.told]
 
     def _piece(self, told: Any) -> SavedPiece:
         if not isinstance(told, list) or len(told) != 4 or not isinstance(told[0], str):

@@ -108,6 +108,11 @@ def _boxes_of(x: Tensor) -> list[ShardRange]:
     return [ShardRange((0,) * x.dim(), tuple(x.shape), (0,) * x.dim())]
 
 
+def file_of(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
     """(the head of a file with these pieces, its entries in the manifest)."""
     entries: dict[str, Any] = {}
@@ -261,8 +266,7 @@ class SavedTensors:
         """Raises CheckpointError if the data read from a file differs from what was written."""
         if place.file not in self._sums or part.numel() == 0:
             return
-        start = place.at + int(part.storage_offset()) * part.itemsize
-        stop = start + int(1 + sum((n - 1) * stride for n, stride in zip(part.shape, part.stride()))) * part.itemsize
+        start, stop = extent_of(place, part)
         with memoryview(data) as whole:
             known = self._right.setdefault(place.file, set())
             wrong = check_blocks(whole, start, stop, self._sums[place.file], known)
@@ -284,6 +288,12 @@ class SavedTensors:
             finally:
                 with contextlib.suppress(BufferError):  # an error may hold a view, which goes with it
                     data.close()
+
+
+def extent_of(place: SavedPiece, part: Tensor) -> tuple[int, int]:
+    """From which byte of the file to which the elements of a view of a piece are; it has some."""
+    start = place.at + int(part.storage_offset()) * part.itemsize
+    return start, start + int(1 + sum((n - 1) * step for n, step in zip(part.shape, part.stride()))) * part.itemsize
 
 
 def _common(box: ShardRange, piece: SavedPiece) -> ShardRange | None:

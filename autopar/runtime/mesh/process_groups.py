@@ -341,6 +341,14 @@ class Groups:
         assert made is not None, "every rank is in it"
         return made
 
+    def host_pair(self, a: int, b: int) -> dist.ProcessGroup:
+        """A new group of two global ranks for messages between their hosts (gloo). Both call it, and ranks of several
+        pairs in one order."""
+        name = f"hosts[{min(a, b)}+{max(a, b)}]"
+        made = _group_along(self.mesh, [*self.mesh.sizes], sorted((a, b)), self.timeout, name, "gloo")
+        assert made is not None, "this rank is one of them"
+        return made
+
     def link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
         """The group for what ``source`` on pp sends to ``target``, and the place in it of the one that is not here."""
         here = self.coordinate["pp"]

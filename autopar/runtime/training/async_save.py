@@ -1,6 +1,6 @@
 """A save, synchronous or in flight: each rank writes its share, then rank 0 completes the checkpoint.
 
-    saving = Saving(...); saving.start() or saving.run()
+    saving = AsyncSave(groups, target); saving.start() or saving.run()
     wait_for_save()                  before the next one, and before a load: at most one is in flight
 
 Ranks report through the store when they have written, so no collective interferes with training.
@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from autopar.files import write_synced
-from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown
-from autopar.runtime.checkpoint.staging import StagedFile
 from autopar.runtime.checkpoint.tensor_storage import whole_index
 from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
 from autopar.runtime.fault.error_propagation import CheckpointError
@@ -61,22 +58,36 @@ before_writes(_wait_staged)
 os.register_at_fork(after_in_child=_forget)
 
 
+class SaveTarget(Protocol):
+    """Where a rank's share goes. ``folder``: the path of the checkpoint. ``staged``: set once the saved tensors may
+    change. ``optional``: whether the run goes on if the save fails."""
+
+    folder: Path
+    staged: threading.Event
+    optional: bool
+
+    def write(self) -> None:
+        """Write this rank's share, on the thread."""
+
+    def publish(self) -> None:
+        """On rank 0, when all ranks have written: complete the checkpoint."""
+
+    def discard(self) -> None:
+        """On rank 0, when a rank has failed: remove what is written."""
+
+    def close(self) -> None:
+        """This rank is done with it, or has given it up."""
+
+    def completed(self) -> None:
+        """The save has succeeded on all ranks."""
+
+
 class AsyncSave:
     """A save, complete or in flight, returned by `autopar.save`. ``folder``: the path of the checkpoint."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        run: CheckpointDir,
-        draft: Path,
-        staged: StagedFile,
-        told: Mapping[str, Any],
-        common: Mapping[str, Any],
-        keep: int | None,
-    ) -> None:
-        self._groups, self._run, self._draft, self._staged = groups, run, draft, staged
-        self._told, self._common, self._keep = told, common, keep
-        self.folder = draft.parent / draft.name.removeprefix(".saving-")
+    def __init__(self, groups: Groups, target: SaveTarget) -> None:
+        self._groups, self._target = groups, target
+        self.folder = target.folder
         self._board = board()
         self._rounds = groups.rounds.setdefault("saves", Rounds())
         self._where = self._rounds.next(f"autopar/{groups.name}/saves")
@@ -96,13 +107,13 @@ class AsyncSave:
             self._thread.start()
         except BaseException as error:
             self._thread = None
-            self._staged.close()
+            self._target.close()
             self._say(f"rank {self._groups.rank} could not start a thread: {error}")
             raise
 
     def wait_staged(self) -> None:
         """Wait until the saved tensors may change."""
-        self._staged.staged.wait()
+        self._target.staged.wait()
 
     @property
     def done(self) -> bool:
@@ -111,7 +122,7 @@ class AsyncSave:
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. If it fails, raises CheckpointError on all ranks, which names the rank
-        that failed. Collective."""
+        that failed; a checkpoint in memory that fails is a warning of rank 0. Collective."""
         global _in_flight
         if _in_flight is self:
             _in_flight = None
@@ -120,8 +131,12 @@ class AsyncSave:
             self._thread.join()
         if self._outcome is None:
             self._outcome = self._poll(lambda store: look(store, f"{self._where}/done"))
-        if self._outcome != "done":
+        if self._outcome == "done":
+            self._target.completed()
+        elif not self._target.optional:
             raise CheckpointError(f"save: {self._outcome}; the previous checkpoint is unchanged")
+        elif self._groups.rank == 0:
+            warnings.warn(f"save: {self._outcome}; the previous one in memory and those on disk remain", stacklevel=2)
 
     def exit_errors(self) -> str:
         """The error to report at process exit, if the save failed."""
@@ -140,9 +155,7 @@ class AsyncSave:
         failure = f"rank {self._groups.rank} was interrupted"
         try:
             try:
-                self._staged.run()
-                told = {**self._told, "sums": self._staged.sums.found}
-                write_synced(self._draft / f"rank-{self._groups.rank:05d}.json", json.dumps(told))
+                self._target.write()
                 failure = ""
             except Exception as error:
                 failure = (
@@ -153,7 +166,7 @@ class AsyncSave:
             if self._groups.rank == 0:
                 self._complete()
         finally:
-            self._run.close()
+            self._target.close()
 
     def _say(self, failure: str) -> None:
         def tell(store: dist.Store) -> None:
@@ -166,39 +179,30 @@ class AsyncSave:
     # --- on rank 0 --------------------------------------------------------------------------------------------
 
     def _complete(self) -> None:
-        world = self._groups.mesh.world_size
+        world, outcome = self._groups.mesh.world_size, "rank 0 was interrupted"
         try:
             self._poll(lambda store: "all" if store.add(f"{self._where}/ended", 0) == world else "")
-            failure = self._board.line.ask(lambda store: look(store, f"{self._where}/failed"))
-            if not failure:
-                failure = self._publish()
-            outcome = failure or "done"
-            if failure:
-                self._run.discard()
+            outcome = self._board.line.ask(lambda store: look(store, f"{self._where}/failed")) or self._published()
+            if outcome != "done":
+                self._target.discard()
         except BaseException as error:
             outcome = f"rank 0 gave up: {error}"
             raise
         finally:
-            self._run.close()
+            self._target.close()
             self._board.line.ask(functools.partial(self._tell_outcome, outcome=outcome))
+
+    def _published(self) -> str:
+        try:
+            self._target.publish()
+        except Exception as error:
+            return f"rank 0 could not complete {self.folder.name}: {type(error).__name__}: {error}"
+        return "done"
 
     def _tell_outcome(self, store: dist.Store, outcome: str) -> None:
         for key in self._before:  # all ranks have waited for the previous save
             store.delete_key(key)
         store.set(f"{self._where}/done", outcome)
-
-    def _publish(self) -> str:
-        try:
-            names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
-            told = [read_shown(self._draft / name) for name in names]
-            manifest = {**joined(told, self._common), **whole_index(part["index"] for part in told)}
-            manifest["sums"] = {file: part["sums"] for part in told for file in part["index"]["files"]}
-            for name in names:
-                (self._draft / name).unlink()
-            self._run.publish(manifest, self._keep)
-        except Exception as error:
-            return f"rank 0 could not complete {self.folder.name}: {type(error).__name__}: {error}"
-        return ""
 
     # --- waiting for others -----------------------------------------------------------------------------------
 
@@ -219,6 +223,12 @@ class AsyncSave:
         except StoreError as error:
             raise self._board.failed("saving", ranks, error) from error
         return found
+
+
+def manifest_of(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a checkpoint, from the reports of all ranks and the values that are equal on them."""
+    sums = {file: part["sums"] for part in told for file in part["index"]["files"]}
+    return {**joined(told, common), **whole_index(part["index"] for part in told), "sums": sums}
 
 
 def joined(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import math
 import os
 import re
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from autopar.errors import is_refusal
 from autopar.runtime.checkpoint.checkpoint_dir import (
     MANIFEST,
+    MemoryRun,
     SavedStep,
     checkpoint_at,
     holds_checkpoints,
@@ -34,18 +36,21 @@ from autopar.runtime.checkpoint.checkpoint_dir import (
     read_manifest,
 )
 from autopar.runtime.checkpoint.json_tree import decoded, names_with_values
+from autopar.runtime.checkpoint.memory_folder import token_of
 from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
 from autopar.runtime.consistency.rank_checks import agree_on_arguments, on_first_rank, raise_on_all_ranks
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.host_copies import host_copies_arrived
+from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.argument_checks import MOST_SEED
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.state_dict import RankState
 from autopar.runtime.optim.step_hooks import note_step
 from autopar.runtime.params.parameters import MOST_STEPS, other_kind
 from autopar.runtime.training.async_save import wait_for_save
+from autopar.runtime.training.memory_load import MemoryReads, MemoryTensors, found_in_memory
 from autopar.runtime.training.save import several
 from autopar.values import a_path
 
@@ -55,14 +60,15 @@ _MOST_SHOWN = 8
 @dataclass(frozen=True)
 class Loaded:
     """The result of `load`: the path of the checkpoint, its step, and the values saved as ``extra``. ``plan`` and
-    ``mesh`` (its axes) are those of the run that saved it. Of a run without a checkpoint: its folder, step 0, and
-    nothing else."""
+    ``mesh`` (its axes) are those of the run that saved it. ``memory``: whether it was in host memory
+    (`autopar.save(memory=True)`). Of a run without a checkpoint: its folder, step 0, and nothing else."""
 
     folder: Path
     step: int
     extra: dict[str, Any]
     mesh: dict[str, int]
     plan: dict[str, Any] = field(repr=False)
+    memory: bool = False
 
 
 def load(
@@ -75,7 +81,7 @@ def load(
     missing_ok: bool = False,
 ) -> Loaded:
     """Load a checkpoint of `autopar.save`. ``folder``: a checkpoint, or the folder of a run, of which the latest
-    checkpoint is loaded. Collective.
+    checkpoint is loaded, on disk or in the memory of the nodes that are left. Collective.
 
     The mesh, ``zero``, the precision and the number of stages may differ from those of the run that saved it. Averages
     of `autopar.ema` and the `autopar.GradScaler` of the model are loaded with it.
@@ -102,20 +108,60 @@ def load(
         wait_for_save()
         host_copies_arrived()
         newest: list[SavedStep | None] = []  # on rank 0 only, which needs it to save
-        chosen = on_first_rank(groups, "load", functools.partial(_chosen, path, newest, missing_ok))
-        if not chosen:
+        chosen = json.loads(on_first_rank(groups, "load", functools.partial(_chosen, path, newest, missing_ok)))
+        run_folder = path if chosen["is_run"] else path.parent
+
+        def put(checkpoint: Path, read: Callable[[], tuple[Mapping[str, Any], SavedTensors]], memory: bool) -> Loaded:
+            make = lambda: Loading(str(checkpoint), *read(), held, optimizers, schedulers, extra or {})  # noqa: E731
+            loading = put_in_place(model, optimizers, make)
+            held.line.name = loading.run or held.line.name
+            held.line.seen[run_folder.resolve()] = newest[0] if newest else None
+            return Loaded(checkpoint, loading.counts["step"], loading.extra, *loading.of_run, memory)
+
+        if chosen["token"]:
+            loaded, run = _load_from_memory(groups, chosen, put)
+            held.line.memory[path] = run
+            if loaded is not None:
+                return loaded
+        if chosen["error"]:
+            raise ValueError(chosen["error"])
+        if not chosen["disk"]:
             return Loaded(path, 0, {}, {}, {})
-        checkpoint = Path(chosen)
+        checkpoint = Path(chosen["disk"])
 
-        def opened() -> Loading:
+        def read() -> tuple[Mapping[str, Any], SavedTensors]:
             manifest = read_manifest(checkpoint)
-            saved = SavedTensors(checkpoint, manifest)
-            return Loading(str(checkpoint), manifest, saved, held, optimizers, schedulers, extra or {})
+            return manifest, SavedTensors(checkpoint, manifest)
 
-        loading = put_in_place(model, optimizers, opened)
-        held.line.name = loading.run or held.line.name
-        held.line.seen[checkpoint.parent.resolve()] = newest[0] if newest else None
-    return Loaded(checkpoint, loading.counts["step"], loading.extra, *loading.of_run)
+        return put(checkpoint, read, False)
+
+
+Put = Callable[[Path, Callable[[], tuple[Mapping[str, Any], SavedTensors]], bool], Loaded]
+
+
+def _load_from_memory(groups: Groups, chosen: Mapping[str, Any], put: Put) -> tuple[Loaded | None, MemoryRun]:
+    """The newest memory checkpoint of a run, put in place; None if none is complete and undamaged, or the disk has a
+    newer one. And what this rank then knows of them. Collective."""
+    found = found_in_memory(groups, chosen["token"], chosen["order"])
+    run = MemoryRun(chosen["token"], found.generation, found.order)
+    loaded, why = None, f"{found.apart} are on no node that is left" if found.apart else ""
+    if found.generation:
+        with contextlib.ExitStack() as stack:
+            try:
+                reads = stack.enter_context(MemoryReads(groups, run.token, found))
+                manifest = raise_on_all_ranks(groups, "load", reads.manifest)
+                reads.answer()
+                name = found.generation
+                read = lambda: (manifest, MemoryTensors(reads, name, manifest))  # noqa: E731
+                loaded = put(reads.memory.folder / name, read, True)
+            except (ValueError, CheckpointError) as error:
+                if chosen["error"] or not chosen["disk"]:
+                    raise
+                run.complete, why = "", str(error).removeprefix("load: ")
+    if why and groups.rank == 0:
+        took = f"memory, step {loaded.step}" if loaded is not None else chosen["disk"] or "nothing"
+        warnings.warn(f"load: of the newest checkpoint in memory, {why}; loaded from {took}", stacklevel=3)
+    return loaded, run
 
 
 def put_in_place(model: ParallelModule, optimizers: Sequence[Optimizer], make: Callable[[], Loading]) -> Loading:
@@ -140,15 +186,26 @@ def put_in_place(model: ParallelModule, optimizers: Sequence[Optimizer], make: C
 
 
 def _chosen(folder: Path, newest: list[SavedStep | None], missing_ok: bool) -> str:
-    """The path of the checkpoint to load; "" if there may be none and is none."""
-    if missing_ok and not holds_checkpoints(folder):
-        return ""
+    """On rank 0, as JSON: the path of the checkpoint on disk to load ("": none, which is fine; or "error" says why that
+    is not), the number of the newest one, and the token of the memory checkpoints of the run ("": none)."""
+    is_run, order = not (folder / MANIFEST).is_file(), 0
+    token = token_of(folder) if is_run else ""
     with contextlib.suppress(OSError):  # raised for a folder that this run cannot save into either
-        newest.append(newest_in(folder.parent if (folder / MANIFEST).is_file() else folder))
-    found, warning = checkpoint_at(folder)
-    if warning:
-        warnings.warn(f"load: {warning}", stacklevel=2)
-    return str(found)
+        newest.append(newest_in(folder if is_run else folder.parent))
+        order = newest[0].order if newest[0] is not None else 0
+    found, error = "", ""
+    if not (missing_ok and not holds_checkpoints(folder)):
+        try:
+            path, warning = checkpoint_at(folder)
+        except ValueError as refusal:
+            if not token:
+                raise
+            error = str(refusal)
+        else:
+            found = str(path)
+            if warning:
+                warnings.warn(f"load: {warning}", stacklevel=2)
+    return json.dumps({"disk": found, "order": order, "token": token, "is_run": is_run, "error": error})
 
 
 class Loading:

@@ -31,8 +31,15 @@ from torch.optim import Optimizer
 from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir
 from autopar.runtime.checkpoint.json_tree import encoded
 from autopar.runtime.checkpoint.optimizer_state import class_of, names_by_group, options_of, states_of
-from autopar.runtime.checkpoint.staging import StagedFile, slots_of
-from autopar.runtime.checkpoint.tensor_storage import TensorToSave, file_layout, pieces_of, written_here
+from autopar.runtime.checkpoint.staging import Slots, StagedFile, slots_of
+from autopar.runtime.checkpoint.tensor_storage import (
+    Piece,
+    TensorToSave,
+    file_layout,
+    file_of,
+    pieces_of,
+    written_here,
+)
 from autopar.runtime.consistency.rank_checks import (
     RankCheck,
     agree_on,
@@ -51,7 +58,9 @@ from autopar.runtime.module.state_dict import RankState
 from autopar.runtime.optim.step_hooks import is_pending
 from autopar.runtime.params.dtensor_layout import is_here, shards_of
 from autopar.runtime.params.parameters import local_tensor
-from autopar.runtime.training.async_save import AsyncSave, wait_for_save
+from autopar.runtime.training.async_save import AsyncSave, SaveTarget, wait_for_save
+from autopar.runtime.training.disk_save import DiskSave
+from autopar.runtime.training.memory_save import MemorySave, disk_order, memory_run
 from autopar.values import a_path, byte_count, whole_number, yes_or_no
 
 # --- the contents of a run -------------------------------------------------------------------------------------
@@ -196,6 +205,7 @@ def save(
     keep: int | None = None,
     asynchronous: bool = False,
     host_memory: int | None = None,
+    memory: bool = False,
 ) -> AsyncSave:
     """Save a run into its folder as a new checkpoint. Collective.
 
@@ -214,6 +224,9 @@ def save(
             copied. ``wait()`` of the returned object, or the next save or load, raises errors.
         host_memory: bytes for copies per rank; default: half of the free memory, shared by the ranks of a machine. If a
             rank's share does not fit, the next optimizer step waits until the rest has been written.
+        memory: save into host memory instead of the disk: into that of the rank's own node, and of the next one.
+            `autopar.load` takes it after a restart if it is newer than what is on disk and complete, which it is as
+            long as one of each two neighbouring nodes is left. Always asynchronous. A failure is a warning.
 
     Raises ValueError for values that cannot be saved, CheckpointError if writing fails: on all ranks; the previous
     checkpoint is unchanged.
@@ -226,9 +239,12 @@ def save(
         keep = None if keep is None else whole_number("keep", keep, 1)
         limit = None if host_memory is None else byte_count("host_memory", host_memory)
         yes_or_no("asynchronous", asynchronous)
+        yes_or_no("memory", memory)
         held = model.held()
         groups, chosen = held.groups, whole_number("step", held.training_steps if step is None else step)
-        options = {"asynchronous": asynchronous, "keep": keep, "extra": sorted(map(str, extra or {}))}
+        options = {"asynchronous": asynchronous, "keep": keep, "extra": sorted(map(str, extra or {})), "memory": memory}
+        if memory:
+            _check_options_of_memory(keep, host_memory, held)
         agree_on_arguments(groups, "save", options, owed=held.owed)
         wait_for_save()
         host_copies_arrived()
@@ -236,29 +252,70 @@ def save(
             groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {})
         )
         _agree(groups, parts, str(path))
-        run = CheckpointDir(path, held.line)
-        file = f"rank-{groups.rank:05d}.safetensors"
-        try:
-            draft = Path(on_first_rank(groups, "save", lambda: str(run.begin(chosen))))
+        target: SaveTarget
+        if memory:
+            target = _memory_target(path, held, parts)
+        else:
             copies = asynchronous or groups.device.type != "cpu"
-            pieces = pieces_of(written_here(parts.entries, groups))
-            head, index = file_layout(pieces, file)
             slots = slots_of(limit, groups.device.type == "cuda") if copies else None
-            staged = raise_on_all_ranks(groups, "save", lambda: StagedFile(draft / file, head, pieces, slots))
-        except BaseException:
-            _give_up(run, groups)
-            raise
-        told = {"index": index, "of_stage": parts.of_stage if groups.is_first_of_stage else {}, "extra": parts.extra}
-        made = AsyncSave(groups, run, draft, staged, told, parts.common, keep)
-        if parts.unstable and asynchronous:
+            target = _disk_target(path, held, parts, chosen, slots, keep)
+        made = AsyncSave(groups, target)
+        if memory or asynchronous:
             made.start()
-            made.wait_staged()  # the next backward would add to the gradients
-        elif asynchronous:
-            made.start()
+            if parts.unstable:
+                made.wait_staged()  # the next backward would add to the gradients
         else:
             made.run()
             wait_for_save()
     return made
+
+
+def _check_options_of_memory(keep: int | None, host_memory: int | None, held: RankState) -> None:
+    given = "keep" if keep is not None else "host_memory" if host_memory is not None else ""
+    if given:
+        raise ValueError(
+            f"{given}: of saves to the disk, found it with memory=True, which keeps two generations and writes without "
+            "further copies; leave it out"
+        )
+    if held.line.shared:
+        raise ValueError(
+            "memory: of runs in one world, found replicas, which have each other's state already; save to the disk"
+        )
+
+
+def _disk_target(
+    folder: Path, held: RankState, parts: CheckpointContents, step: int, slots: Slots | None, keep: int | None
+) -> DiskSave:
+    """A draft in the folder of the run, and this rank's file in it. Collective."""
+    groups, run = held.groups, CheckpointDir(folder, held.line)
+    try:
+        draft = Path(on_first_rank(groups, "save", lambda: str(run.begin(step))))
+        head, pieces, told = _share(parts, groups)
+        file = draft / file_of(groups.rank)
+        staged = raise_on_all_ranks(groups, "save", lambda: StagedFile(file, head, pieces, slots))
+    except BaseException:
+        if groups.rank == 0:
+            run.discard()
+            run.close()
+        raise
+    return DiskSave(groups, run, draft, staged, told, parts.common, keep)
+
+
+def _memory_target(folder: Path, held: RankState, parts: CheckpointContents) -> MemorySave:
+    """Files in memory. Collective at the first call."""
+    groups, line, first = held.groups, held.line, held.groups.rank == 0
+    run = memory_run(groups, line, folder)
+    common = {**parts.common, "run": line.name} if first else {}
+    after = disk_order(line, folder) if first else 0
+    return MemorySave(groups, run, *_share(parts, groups), common, after)
+
+
+def _share(parts: CheckpointContents, groups: Groups) -> tuple[bytes, list[Piece], dict[str, Any]]:
+    """What this rank writes: the head of its file, the pieces, and its part of the manifest."""
+    pieces = pieces_of(written_here(parts.entries, groups))
+    head, index = file_layout(pieces, file_of(groups.rank))
+    of_stage = parts.of_stage if groups.is_first_of_stage else {}
+    return head, pieces, {"index": index, "of_stage": of_stage, "extra": parts.extra}
 
 
 def several(name: str, given: Any) -> list[Any]:
@@ -311,9 +368,3 @@ def _agree(groups: Groups, parts: CheckpointContents, folder: str) -> None:
     part = groups.mesh.dp_rank_and_size(groups.coordinate)
     parts.add_extra(part, writes=first)
     parts.extra = {"part": part, "tree": parts.extra} if first else {}
-
-
-def _give_up(run: CheckpointDir, groups: Groups) -> None:
-    if groups.rank == 0:
-        run.discard()
-        run.close()
