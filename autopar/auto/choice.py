@@ -23,8 +23,8 @@ from autopar.cost.layout import Layout
 from autopar.options import Options
 
 CARRIED = (
-    "precision", "replicate_ops", "bucket_bytes", "capacity_factor", "aux_loss_scope", "batch_dims", "static_inputs",
-    "target_hardware", "topology", "memory_limit",
+    "precision", "replicate_ops", "bucket_bytes", "capacity_factor", "aux_loss_scope", "documents", "batch_dims",
+    "static_inputs", "target_hardware", "topology", "memory_limit",
 )  # options that are not searched: the step runs with the user's values  # fmt: skip
 PRICED = ("target_hardware", "topology", "memory_limit")  # of these, what the price knows
 

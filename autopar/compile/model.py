@@ -36,6 +36,7 @@ from autopar.passes.stage.slice_tokens import slice_tokens
 from autopar.passes.stage.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
 from autopar.planner import make_plan
+from autopar.planner.assumed_documents import assume_documents
 from autopar.planner.experts.expert_axis import kept_axis
 from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits
@@ -142,7 +143,7 @@ def plan_graph(
     Use only the decisions about parameters; those that depend on the batch are made when it arrives.
     """
     kept = copy_graph(gm) if fixed is None and follow_limit(mesh, options) else None
-    gm = normalized(gm, Compilation(mesh))
+    gm = _normalized(gm, Compilation(mesh), options)
     plan = make_plan(gm, mesh, options, fixed, example=True)
     if kept is not None and (settled := _settled_cuts(kept, mesh, options, plan)) is not None:
         plan = make_plan(gm, mesh, options, settled, example=True)
@@ -177,7 +178,7 @@ def _compiled(
     timings = {} if timings is None else timings
     ctx = Compilation(mesh.with_microbatches(options.all_microbatches), observers=list(observers), timings=timings)
     ctx.observe("capture", gm)
-    gm = normalized(gm, ctx)
+    gm = _normalized(gm, ctx, options)
     if outputs is not None:
         keep_outputs(gm, outputs)
     if plan is None:
@@ -211,6 +212,13 @@ def _compiled(
         return with_checkpoints(StageBuilder(graphs, ctx, train, static, tangents, slices, pre_pass), finished)
 
     return in_chunks(graphs, ctx, train, attempt)
+
+
+def _normalized(gm: GraphModule, ctx: Compilation, options: Options) -> GraphModule:
+    """The graph that is planned, with the documents that estimates assume."""
+    gm = normalized(gm, ctx)
+    assume_documents(gm, options)
+    return gm
 
 
 def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan) -> Plan | None:
@@ -270,7 +278,7 @@ def follow_limit(mesh: Mesh, options: Options) -> bool:
 def fastest_cuts(gm: GraphModule, mesh: Mesh, options: Options, **how: Any) -> Plan:
     """The plan without a limit."""
     free = replace(options, memory_limit=0, activation_offload=0, activation_checkpoint="none")
-    return make_plan(normalized(gm, Compilation(mesh)), mesh, free, **how)
+    return make_plan(_normalized(gm, Compilation(mesh), free), mesh, free, **how)
 
 
 def same_cuts(one: Plan, other: Plan) -> bool:

@@ -147,7 +147,7 @@ def attend(
     width = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out: Tensor = torch.ops.autopar.attention(
         q, k, v, bias, found.key_mask, found.segments, None, None, found.causal, found.window, found.chunk, 0,
-        float(width * factor), float(softcap), 0.0, 0, [], [],
+        float(width * factor), float(softcap), 0.0, 0, [], [], [],
     )[0]  # fmt: skip
     return out
 
@@ -180,7 +180,7 @@ def attend_to_documents(
     width = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out: Tensor = torch.ops.autopar.attention(
         q, k, v, None, None, segments, None, None, right == 0, left + 1, 0, 0, float(width), 0.0, 0.0, 0, [],
-        [],
+        [], [],
     )[0]  # fmt: skip
     return out.squeeze(0).transpose(0, 1)
 
