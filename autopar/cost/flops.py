@@ -142,7 +142,7 @@ def pairs(
         first, behind = np.maximum(first, i // chunk * chunk), np.minimum(behind, (i // chunk + 1) * chunk)
     if documents:
         ends = np.cumsum(documents)
-        own = np.searchsorted(ends, i, side="right")
+        own = np.minimum(np.searchsorted(ends, i, side="right"), len(ends) - 1)
         first, behind = np.maximum(first, (ends - documents)[own]), np.minimum(behind, ends[own])
     return int(np.maximum(behind - first, 0).sum())
 
