@@ -56,7 +56,7 @@ def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> 
     cluster = cluster if cluster.is_uniform else cluster.memory_rich_first()
     question = question_of(model, asked, cluster)
     options = Options(**asked.carried)
-    eight = "fp8" if options.precision.product else ""
+    eight = "fp8" if options.precision.product and options.precision.scaling != "block" else ""
     what_if = {"compute": asked.compute or eight, "topology": options.topology}
     pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
     found = _checked(search(Space(question), pricing), model, asked.carried)

@@ -306,6 +306,16 @@ def _tiles(size: int) -> float:
     return -(-size // TILE) * TILE / size if size else 1.0
 
 
+def _scaled_by_block(node: Node) -> bool:
+    """Whether it is a product of float8 that no kernel computes, so that it runs in the dtype of its result."""
+    if is_call(node, scaled_linear):
+        return bool(arguments(node)["scaling"] == "block")
+    if _name(node) != "autopar::scaled_mm":
+        return False
+    args = arguments(node)
+    return _size(args["scale_a"])[1] > 1 or _size(args["scale_b"])[0] > 1
+
+
 def is_backward_attention(node: Node) -> bool:
     """Of attention: whether it is of the backward."""
     return "backward" in _name(node)
@@ -326,6 +336,7 @@ def node_seconds(
     operands = tensor_operands(node) or [node]
     dtype = next((v.dtype for v in _tensors(operands[0])), None) or torch.float32
     dtype = VALUES if is_call(node, scaled_linear) else dtype
+    dtype = _tensors(node)[0].dtype if _scaled_by_block(node) else dtype
     if kind == PRODUCT:
         return max(tiled_flops(node) / device.speed(dtype), memory)
     if kind == ATTENTION:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compile.model import compile_model
+from autopar.cost.flops import node_seconds
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.ops.scaled_products import in_blocks, scaled_linear
@@ -178,6 +179,32 @@ def test_the_plan_says_what_stays_wide() -> None:
     ) in plan.notes
     assert "are of float8, scaled by block" in str(plan)
     assert PRECISIONS["mxfp8"].name == "mxfp8" and not PRECISIONS["mxfp8"].scales_by_token
+
+
+class Rates:
+    """A device whose memory is never the limit, and which notes the dtypes of the products that it is asked for."""
+
+    memory, launch = float("inf"), 0.0
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+
+    def speed(self, dtype: torch.dtype) -> float:
+        self.dtypes.add(dtype)
+        return 1.0
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8_row", E4), ("mxfp8", torch.bfloat16)])
+def test_the_price_is_that_of_what_runs(name: str, dtype: torch.dtype) -> None:
+    """No kernel multiplies blocks: in the graph that is planned and in the step's."""
+    model, batch = made("llama")
+    how = Options(precision=PRECISIONS[name])
+    step = compile_model(model.float(), batch, Mesh.of(dp=2), how, outputs=())
+    for graph, targets in ((step.local, "scaled_linear"), (step.stage.forward.graph, "autopar.scaled_mm.default")):
+        rates = Rates()
+        nodes = [n for n in graph.graph.nodes if targets in (getattr(n.target, "__name__", ""), str(n.target))]
+        assert nodes and all(node_seconds(n, rates) > 0 for n in nodes)  # type: ignore[arg-type]
+        assert rates.dtypes == {dtype}
 
 
 def test_padding_is_refused() -> None:
