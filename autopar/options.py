@@ -288,6 +288,11 @@ class Options:
         "links of each axis, for estimates: ring, mesh or switch; bytes per second; latency in seconds",
         "those of target_hardware, within and between nodes",
     )
+    documents: int | tuple[int, ...] = _option(
+        0, LENGTHS,
+        "documents of a packed row that estimates of attention assume: how many of equal length, or their lengths",
+        "unknown: all pairs of a row are counted",
+    )  # fmt: skip
     batch_dims: tuple[tuple[str, int | None], ...] = _option(
         (),
         DIMS,

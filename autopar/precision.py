@@ -5,6 +5,7 @@ bf16_pure   bfloat16 parameters; gradients are still summed in float32
 fp16        as bf16, in float16: needs a scaled loss (`autopar.GradScaler`)
 fp8         as bf16, with the products of linear layers in float8: one scale per operand
 fp8_row     the same with one scale per row and per column
+mxfp8       the same with one scale, a power of two, per 32 numbers
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autopar.values import a_text, dtype_name, refuse, texts, yes_or_no
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 PRODUCTS = ("", "float8")
-SCALINGS = ("tensor", "row")
+SCALINGS = ("tensor", "row", "block")
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,11 +32,11 @@ class Precision:
     cast. keep_inputs: inputs that are not cast.
 
     product: "float8" for the products of linear layers, forward and backward, whose operands are scaled and rounded;
-    what they compute is in ``compute``. scaling: one scale per operand, "tensor", or per row and column, "row", from
-    the operand itself. wide_weight_gradient: the gradients of weights are products in ``compute``. wide: modules whose
-    products stay in ``compute``, named as in ``keep``, besides those that always do (docs/few_bits.md). gather:
-    "float8" gathers in eight bits what is only gathered to be an operand of such products with scaling="tensor":
-    parameters under zero=3, activations under sequence parallelism.
+    what they compute is in ``compute``. scaling: one scale per operand, "tensor", per row and column, "row", or per 32
+    numbers of what is contracted, "block", from the operand itself. wide_weight_gradient: the gradients of weights are
+    products in ``compute``. wide: modules whose products stay in ``compute``, named as in ``keep``, besides those that
+    always do (docs/few_bits.md). gather: "float8" gathers in eight bits what is only gathered to be an operand of such
+    products with scaling="tensor": parameters under zero=3, activations under sequence parallelism.
 
     Buffers, parameters of batch norms, and what a transformers model keeps in float32 are never cast. Raises ValueError
     for an unknown dtype.
@@ -92,7 +93,7 @@ class Precision:
     def scales_by_token(self) -> bool:
         """Whether no scale depends on other tokens than the one that it is of: microbatches, token slices and padding
         change nothing."""
-        return not self.product or (self.scaling == "row" and self.wide_weight_gradient)
+        return not self.product or (self.scaling != "tensor" and self.wide_weight_gradient)
 
     def without_products(self) -> Precision:
         """The policy with all products in ``compute``."""
@@ -116,6 +117,7 @@ PRECISIONS = {
     "fp16": Precision("float16", "float32", "float32"),
     "fp8": Precision("bfloat16", "float32", "float32", product="float8"),
     "fp8_row": Precision("bfloat16", "float32", "float32", product="float8", scaling="row"),
+    "mxfp8": Precision("bfloat16", "float32", "float32", product="float8", scaling="block"),
 }
 
 

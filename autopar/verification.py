@@ -295,7 +295,8 @@ def _products(model: nn.Module, batch: Mapping[str, Any], plan: Plan, mesh: Mesh
     if plan.pipeline is not None and plan.pipeline.token_slices and not alike:
         raise ValueError(
             "verify: products in few bits scale each token slice by itself, which one process does not, found a "
-            "schedule with token slices; use another schedule, or scaling='row' with wide_weight_gradient=True"
+            "schedule with token slices; use another schedule, or scaling='row' or 'block' with "
+            "wide_weight_gradient=True"
         )
     rows: list[Tensor] = []
     if count > 1 and not alike:

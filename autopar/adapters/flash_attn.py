@@ -38,11 +38,6 @@ def _interface() -> Any:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
-def _swap(x: Tensor) -> Tensor:
-    """[B, H, S, D] <-> [B, S, H, D]."""
-    return x.transpose(1, 2)
-
-
 def window_sizes(causal: bool, window: int) -> dict[str, int]:
     """Window to the left and to the right of the diagonal; -1: unlimited."""
     reach = window - 1 if window else -1
@@ -50,27 +45,36 @@ def window_sizes(causal: bool, window: int) -> dict[str, int]:
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Sq, D], k and v [B, Hk, Sk, D] -> out like q, lse [B, Hq, Sq]."""
-    out, lse, *_ = _interface()._flash_attn_forward(
-        _swap(q), _swap(k), _swap(v), dropout_p=0.0, softmax_scale=scale, causal=causal, **window_sizes(causal, window),
-        softcap=softcap, alibi_slopes=None, return_softmax=False,
-    )  # fmt: skip
-    return _swap(out), lse
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, scale: float, causal: bool, window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [B, Sq, Hq, D], k and v [B, Sk, Hk, D] -> out like q, lse [B, Hq, Sq].
+
+    starts [documents + 1]: of documents in q [T, Hq, D], k and v [T, Hk, D] -> out like q, lse [Hq, T]."""
+    known = {
+        "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, **window_sizes(causal, window), "softcap": softcap,
+        "alibi_slopes": None, "return_softmax": False,
+    }  # fmt: skip
+    if starts is None:
+        out, lse, *_ = _interface()._flash_attn_forward(q, k, v, **known)
+    else:
+        out, lse, *_ = _interface()._flash_attn_varlen_forward(q, k, v, starts, starts, longest, longest, **known)
+    return out, lse
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool, window: int,
-    softcap: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, longest: int,
+    scale: float, causal: bool, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v in their shapes."""
-    q, k, v = _swap(q), _swap(k), _swap(v)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    _interface()._flash_attn_backward(
-        _swap(grad), q, k, v, _swap(out), lse, *grads, dropout_p=0.0, softmax_scale=scale, causal=causal,
-        **window_sizes(causal, window), softcap=softcap, alibi_slopes=None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    to_q, to_k, to_v = map(_swap, grads)
-    return to_q, to_k, to_v
+    """Gradients of q, k and v in their shapes, which are as in `flash_forward`."""
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    known = {
+        "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, **window_sizes(causal, window), "softcap": softcap,
+        "alibi_slopes": None, "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }  # fmt: skip
+    operands = (grad, q, k, v, out, lse, *grads)
+    if starts is None:
+        _interface()._flash_attn_backward(*operands, **known)
+    else:
+        _interface()._flash_attn_varlen_backward(*operands, starts, starts, longest, longest, **known)
+    return grads[0], grads[1], grads[2]

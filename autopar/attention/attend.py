@@ -108,7 +108,7 @@ class Attend:
     ) -> None:
         assert not facts.offset, f"attention: rows of a sharded sequence have no offset, found {facts.offset}"
         self.problem, self.facts, self.rank = problem, facts, rank
-        self.documents = documents_of(facts.segments)
+        self.documents = documents_of(facts.segments, problem.documents)
         self.observe = observe
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Spans, columns: Spans, into: Partials) -> None:

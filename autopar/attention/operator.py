@@ -63,7 +63,7 @@ def problem_of_pieces(
         mask=Mask(facts.causal, facts.window, facts.chunk),
         query_blocks=tuple(query_blocks), key_blocks=tuple(key_blocks), bias=bias, bias_gradient=bias_gradient,
         segments=facts.segments is not None, key_mask=facts.key_mask is not None, sinks=facts.sinks is not None,
-        softcap=facts.softcap, dropout=facts.dropout,
+        softcap=facts.softcap, dropout=facts.dropout, documents=tuple(facts.documents),
     )  # fmt: skip
 
 
@@ -163,6 +163,7 @@ def attention_of_piece(
     site: int,
     index: Sequence[Tensor],
     shape: Sequence[int],
+    documents: Sequence[int],
     forward: str,
     backward: str,
     query_blocks: Sequence[int],
@@ -181,9 +182,10 @@ def attention_of_piece(
     bias = _four_dims(bias, k.shape[2] * size) if bias is not None else None
     run = torch.ops.autopar.context_attention
     how: tuple[Any, ...] = (forward, backward, list(query_blocks), list(key_blocks))
+    lists = list(shape), list(documents)
     if head_ranks == 1:
         tensors = (q, k, v, bias, key_mask, segments, sinks, seed)
-        out, lse = run(*tensors, *facts, list(index), list(shape), *how, axis, size)
+        out, lse = run(*tensors, *facts, list(index), *lists, *how, axis, size)
         return out, lse
     heads = _Heads(f"{axis}%{head_ranks}", head_ranks, tuple(query_blocks), tuple(key_blocks))
     bias = heads.of_bias(bias, q.shape[1]) if bias is not None else None
@@ -195,10 +197,10 @@ def attention_of_piece(
     q, k, v = heads.of(q, heads.rows), heads.of(k, heads.columns), heads.of(v, heads.columns)
     tensors = (q, k, v, bias, key_mask, segments, sinks, seed)
     if head_ranks < size:
-        out, lse = run(*tensors, *facts, mine, list(shape), *how, f"{axis}/{head_ranks}", size // head_ranks)
+        out, lse = run(*tensors, *facts, mine, *lists, *how, f"{axis}/{head_ranks}", size // head_ranks)
     else:  # this rank has the whole sequence
         mine[2:] = [torch.arange(x.shape[2], device=x.device) for x in (q, k)] if mine else []
-        out, lse = torch.ops.autopar.attention(*tensors, *facts, mine, list(shape))
+        out, lse = torch.ops.autopar.attention(*tensors, *facts, mine, *lists)
     return heads.convert(out, Shard(1), heads.rows), heads.convert(lse, Shard(1), heads.rows)
 
 

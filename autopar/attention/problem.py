@@ -10,6 +10,7 @@ is estimated and drawn is what runs. The algorithms are in `autopar.passes.atten
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,7 @@ class Problem:
     query_blocks, key_blocks: the layout of rows and columns. bias: "" (none), "rows" (differs between queries: each
     rank holds its own rows of it), "columns" (the same for all queries); bias_gradient: it is differentiated.
     segments, key_mask, sinks: whether there are any. softcap, dropout: as in `autopar.ops.mask_spec.MaskSpec`.
+    documents: lengths of those of a row, all of it, that estimates assume; () if unknown.
     """
 
     batch: int
@@ -127,6 +129,15 @@ class Problem:
     sinks: bool = False
     softcap: float = 0.0
     dropout: float = 0.0
+    documents: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """Allowed (query, key) pairs of an example and head, within documents if they are known."""
+        if not self.documents:
+            return self.mask.pairs(Span(0, self.queries), Span(0, self.keys))
+        ends = itertools.pairwise(itertools.accumulate(self.documents, initial=0))
+        return sum(self.mask.pairs(Span(*both), Span(*both)) for both in ends)
 
     def rows(self, rank: int) -> Spans:
         """The queries of a rank."""

@@ -152,9 +152,11 @@ def trace(
     return Trace(rank, tuple(events))
 
 
-def sampled(ranks: int) -> Sequence[int]:
-    """The ranks that represent all: up to `WHOLE`, each of them; of more, the first two, the middle and the last."""
-    return range(ranks) if ranks <= WHOLE else (0, 1, ranks // 2, ranks - 1)
+def sampled(problem: Problem) -> Sequence[int]:
+    """The ranks that represent all: up to `WHOLE`, each of them; of more, the first two, the middle and the last, but
+    with documents all."""
+    ranks = problem.size
+    return range(ranks) if ranks <= WHOLE or problem.documents else (0, 1, ranks // 2, ranks - 1)
 
 
 def kernel_flops(problem: Problem, pairs: int, backward: bool) -> int:

@@ -23,8 +23,8 @@ from autopar.cost.layout import Layout
 from autopar.options import Options
 
 CARRIED = (
-    "precision", "replicate_ops", "bucket_bytes", "capacity_factor", "aux_loss_scope", "batch_dims", "static_inputs",
-    "target_hardware", "topology", "memory_limit",
+    "precision", "replicate_ops", "bucket_bytes", "capacity_factor", "aux_loss_scope", "documents", "batch_dims",
+    "static_inputs", "target_hardware", "topology", "memory_limit",
 )  # options that are not searched: the step runs with the user's values  # fmt: skip
 PRICED = ("target_hardware", "topology", "memory_limit")  # of these, what the price knows
 
@@ -57,7 +57,7 @@ def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> 
     cluster = cluster if cluster.is_uniform else cluster.memory_rich_first()
     question = question_of(model, asked, cluster)
     options = Options(**asked.carried)
-    eight = "fp8" if options.precision.product else ""
+    eight = "fp8" if options.precision.product and options.precision.scaling != "block" else ""
     what_if = {"compute": asked.compute or eight, "topology": options.topology}
     pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
     found = _checked(search(Space(question), pricing, asked.finish), model, asked.carried)

@@ -28,8 +28,7 @@ from autopar.attention.layouts import LAYOUTS
 from autopar.auto.stored_costs import CostsByRows, stored_costs
 from autopar.capture.trace.compiling import compiling
 from autopar.compile.model import capture_step
-from autopar.compile.parameters import normalized
-from autopar.compile.partitioned_model import PartitionedModel, keep_outputs
+from autopar.compile.partitioned_model import PartitionedModel, graph_to_plan, keep_outputs
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.flops import is_lookup
@@ -301,7 +300,7 @@ def _plan_like(other: Plan, gm: GraphModule, mesh: Mesh, options: Options) -> Pl
     dealt = [name for name, found in LAYOUTS.items() if found in blocks]
     if len(blocks) == 1 and dealt:
         options = replace(options, cp_load_balance=dealt[0])
-    gm = normalized(gm, Compilation(mesh))
+    gm = graph_to_plan(gm, Compilation(mesh), options)
     keep_outputs(gm, ())
     plan = make_plan(gm, mesh, options)
     attention = zip(plan.attention.items(), other.attention.values(), strict=True)

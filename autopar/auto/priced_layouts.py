@@ -106,6 +106,11 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     if unknown := sorted(given.keys() - DECLARED.keys()):
         raise ValueError(f"layouts: no option is called {', '.join(unknown)}")
     options = Options(**given)
+    if options.documents:
+        raise ValueError(
+            f"layouts: prices count all pairs of a row, found documents={options.documents!r}; leave it out, or use "
+            "autopar plan --mesh"
+        )
     return Layout.of(
         {axis: sizes.get(axis, 1) for axis in OUTER_TO_INNER}, options, whole_number("batch", row["batch"], least=1)
     )

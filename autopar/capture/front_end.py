@@ -33,7 +33,7 @@ from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.grad_fn_paths import followed_paths
 from autopar.capture.custom_autograd.missing_fakes import with_fake
-from autopar.capture.flex.stand_ins import attentions_as_operators
+from autopar.capture.flex.stand_ins import attentions_as_operators, refuse_block_mask
 from autopar.capture.layer_dedup.layer_dedup import TraceAnew
 from autopar.capture.module_state.assigned import BufferWatch
 from autopar.capture.module_state.leftovers import Leftovers, nothing_left
@@ -274,6 +274,8 @@ def _captured(
     replica, arguments = _prepared(model, batch, train, precision, mode)
     constants = static_inputs_of(arguments)
     arguments = {name: value for name, value in arguments.items() if name not in constants}
+    for path, leaf in paths(arguments):
+        refuse_block_mask(path, leaf)
     leaves, spec = flatten(arguments)
     fakes = [fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     with contextlib.ExitStack() as stack:

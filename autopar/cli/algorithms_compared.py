@@ -19,6 +19,7 @@ from autopar.cost.attention_costs import PASSES, AttentionCost, candidates, pass
 from autopar.cost.attention_timeline import ideal_seconds
 from autopar.cost.hardware import Device, device_named
 from autopar.cost.topology import Topology
+from autopar.planner.assumed_documents import lengths_in_row
 from autopar.planner.attention_choice import (
     AUTO,
     AttentionChoice,
@@ -58,6 +59,10 @@ def asked_problem(args: argparse.Namespace) -> Problem:
     causal = args.causal or not (args.full or args.kv_seq)
     if causal and keys != args.seq:
         raise ValueError(f"--causal: needs as many keys as queries, found {keys} and {args.seq}; use --full")
+    if args.documents and keys != args.seq:
+        raise ValueError(
+            f"--documents: are of one sequence, found {args.seq} queries and {keys} keys; leave out --kv-seq"
+        )
     for name, tokens in (("--seq", args.seq), ("--kv-seq", keys)):
         if tokens % args.ranks:
             nearest = -(-tokens // args.ranks) * args.ranks
@@ -65,7 +70,8 @@ def asked_problem(args: argparse.Namespace) -> Problem:
     return Problem(
         batch=args.batch, heads=args.heads, kv_heads=kv_heads, queries=args.seq, keys=keys,
         width=args.head_dim, value_width=args.head_dim, dtype=getattr(torch, args.dtype), size=args.ranks,
-        mask=Mask(causal, args.window),
+        mask=Mask(causal, args.window), segments=bool(args.documents),
+        documents=lengths_in_row(args.documents, keys),
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=float, metavar="S", help="latency of a message in seconds (default: the device's)")
     add_option(parser, DECLARED["attention"])
     add_option(parser, DECLARED["cp_load_balance"])
+    add_option(parser, DECLARED["documents"])
     add("--svg", type=Path, metavar="FILE", help="draw the timelines of all algorithms")
 
 

@@ -15,8 +15,8 @@ from torch.fx import GraphModule
 from autopar.ac_policies import AUTO
 from autopar.capture.trace.compiling import compiling
 from autopar.compile.ac_solver import LimitError
-from autopar.compile.parameters import known_batch_dims, normalized
-from autopar.compile.partitioned_model import PartitionedModel
+from autopar.compile.parameters import known_batch_dims
+from autopar.compile.partitioned_model import PartitionedModel, graph_to_plan
 from autopar.compile.shared_capture import SharedCapture
 from autopar.ir.batch import with_static_inputs
 from autopar.ir.graph import copy_graph
@@ -128,7 +128,7 @@ def plan_graph(
     Use only the decisions about parameters; those that depend on the batch are made when it arrives.
     """
     kept = copy_graph(gm) if fixed is None and follow_limit(mesh, options) else None
-    gm = normalized(gm, Compilation(mesh))
+    gm = graph_to_plan(gm, Compilation(mesh), options)
     plan = make_plan(gm, mesh, options, fixed, example=True)
     if kept is not None and (settled := _settled_cuts(kept, mesh, options, plan)) is not None:
         plan = make_plan(gm, mesh, options, settled, example=True)
@@ -182,7 +182,7 @@ def follow_limit(mesh: Mesh, options: Options) -> bool:
 def fastest_cuts(gm: GraphModule, mesh: Mesh, options: Options, **how: Any) -> Plan:
     """The plan without a limit."""
     free = replace(options, memory_limit=0, activation_offload=0, activation_checkpoint="none")
-    return make_plan(normalized(gm, Compilation(mesh)), mesh, free, **how)
+    return make_plan(graph_to_plan(gm, Compilation(mesh), free), mesh, free, **how)
 
 
 def same_cuts(one: Plan, other: Plan) -> bool:

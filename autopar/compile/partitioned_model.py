@@ -28,6 +28,7 @@ from autopar.passes.stage.slice_tokens import slice_tokens
 from autopar.passes.stage.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
 from autopar.planner import make_plan
+from autopar.planner.assumed_documents import assume_documents
 from autopar.planner.experts.expert_axis import kept_axis
 from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits
@@ -56,7 +57,7 @@ class PartitionedModel:
         `autopar.compile.model.compile_model`."""
         self.mesh, self.options, self.ctx, self.train, self.tangents = mesh, options, ctx, train, tangents
         ctx.observe("capture", gm)
-        gm = normalized(gm, ctx)
+        gm = graph_to_plan(gm, ctx, options)
         if outputs is not None:
             keep_outputs(gm, outputs)
         if plan is None:
@@ -100,6 +101,13 @@ class PartitionedModel:
             return with_checkpoints(StageBuilder(graphs, *how), finished)
 
         return in_chunks(self.graphs, self.ctx, self.train, attempt)
+
+
+def graph_to_plan(gm: GraphModule, ctx: Compilation, options: Options) -> GraphModule:
+    """The graph that is planned, with the documents that estimates assume."""
+    gm = normalized(gm, ctx)
+    assume_documents(gm, options)
+    return gm
 
 
 def _with_pre_pass(plan: Plan, pre_pass: GraphModule) -> Plan:

@@ -71,7 +71,7 @@ def estimate(
     if refusal := algorithm.refusal(problem):
         return AttentionCost(algorithm.name, direction, refusal=refusal)
     backward = direction == "backward"
-    programs = [trace(algorithm, problem, backward, rank) for rank in sampled(problem.size)]
+    programs = [trace(algorithm, problem, backward, rank) for rank in sampled(problem)]
     timeline = play(problem, backward, programs, topology, device)
     sent = tuple((way, size) for way, (_, size) in most_moved(programs).items())
     steps = max(program.steps for program in programs)
@@ -135,5 +135,5 @@ def sent_by(node: Node) -> dict[str, tuple[int, int]]:
     algorithm = ALGORITHMS[args["backward" if backward else "forward"]]
     # step graphs exchange heads around the operator, local graphs inside the node
     heads = args.get("head_ranks", 1)
-    found = most_moved([trace(algorithm, problem, backward, rank, heads) for rank in sampled(problem.size)])
+    found = most_moved([trace(algorithm, problem, backward, rank, heads) for rank in sampled(problem)])
     return {f"send {kind}" if kind in WAYS else kind: moved for kind, moved in found.items()}

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from autopar.attention.problem import Problem, Span
+from autopar.attention.problem import Problem
 from autopar.attention.program import (
     CollectiveEvent,
     ComputeEvent,
@@ -90,7 +90,7 @@ def _speed(device: Device, dtype: torch.dtype, backward: bool) -> float:
 
 def ideal_seconds(problem: Problem, backward: bool, device: Device) -> float:
     """Time of all allowed pairs, split evenly over the ranks, at the device's full speed."""
-    pairs = problem.mask.pairs(Span(0, problem.queries), Span(0, problem.keys)) * problem.batch * problem.heads
+    pairs = problem.pairs * problem.batch * problem.heads
     return kernel_flops(problem, pairs, backward) / problem.size / _speed(device, problem.dtype, backward)
 
 

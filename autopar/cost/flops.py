@@ -2,7 +2,8 @@
 
     products       2 per multiply-add: m·k·n of a matrix product, O·(I/g)·kernel·positions of a convolution
     attention      2·(D + Dv) per allowed (query, key) pair and head; its backward 2·(3 D + 2 Dv), as it recomputes
-                   the scores. Causal counts the triangle, a window its band, chunks their blocks
+                   the scores. Causal counts the triangle, a window its band, chunks and documents their
+                   blocks
     cached         as attention, over the requests of a step: ``requests``, or full tables of pages
     all else       1 per element
     views          nothing
@@ -120,8 +121,17 @@ def _grouped_weight_grad(node: Node, args: Arguments) -> int:
 # --- attention -----------------------------------------------------------------------------------------------
 
 
-def pairs(queries: int, keys: int, causal: bool = False, window: int = 0, chunk: int = 0, offset: int = 0) -> int:
-    """Number of allowed (query, key) pairs under the mask facts of `autopar::attention`: row r is query r + offset."""
+def pairs(
+    queries: int,
+    keys: int,
+    causal: bool = False,
+    window: int = 0,
+    chunk: int = 0,
+    offset: int = 0,
+    documents: Sequence[int] = (),
+) -> int:
+    """Number of allowed (query, key) pairs under the mask facts of `autopar::attention`: row r is query r + offset.
+    ``documents``: lengths of those of the whole row, () if unknown."""
     i = np.arange(offset, offset + queries, dtype=np.int64)
     first, behind = np.zeros_like(i), np.full_like(i, keys)
     if causal:
@@ -130,6 +140,10 @@ def pairs(queries: int, keys: int, causal: bool = False, window: int = 0, chunk:
         first, behind = np.maximum(first, i - window + 1), np.minimum(behind, i + window)
     if chunk:
         first, behind = np.maximum(first, i // chunk * chunk), np.minimum(behind, (i // chunk + 1) * chunk)
+    if documents:
+        ends = np.cumsum(documents)
+        own = np.minimum(np.searchsorted(ends, i, side="right"), len(ends) - 1)
+        first, behind = np.maximum(first, (ends - documents)[own]), np.minimum(behind, ends[own])
     return int(np.maximum(behind - first, 0).sum())
 
 
@@ -143,8 +157,8 @@ def _attention(of_query: int, of_value: int) -> Count:
         if isinstance(offset, Node):  # a graph for any token slice: this one's queries are its last tokens
             offset = k[-2] - q[-2]
         ranks = args.get("size", 1)  # over a sharded sequence: a rank's share of the pairs, which algorithms balance
-        window, chunk = args.get("window", 0), args.get("chunk", 0)
-        allowed = pairs(ranks * q[-2], ranks * k[-2], causal, window, chunk, offset) // ranks
+        window, chunk, documents = args.get("window", 0), args.get("chunk", 0), args.get("documents", ())
+        allowed = pairs(ranks * q[-2], ranks * k[-2], causal, window, chunk, offset, documents) // ranks
         return 2 * allowed * math.prod(q[:-2]) * (of_query * q[-1] + of_value * v[-1])
 
     return count
@@ -292,6 +306,16 @@ def _tiles(size: int) -> float:
     return -(-size // TILE) * TILE / size if size else 1.0
 
 
+def _scaled_by_block(node: Node) -> bool:
+    """Whether it is a product of float8 that no kernel computes, so that it runs in the dtype of its result."""
+    if is_call(node, scaled_linear):
+        return bool(arguments(node)["scaling"] == "block")
+    if _name(node) != "autopar::scaled_mm":
+        return False
+    args = arguments(node)
+    return _size(args["scale_a"])[1] > 1 or _size(args["scale_b"])[0] > 1
+
+
 def is_backward_attention(node: Node) -> bool:
     """Of attention: whether it is of the backward."""
     return "backward" in _name(node)
@@ -312,6 +336,7 @@ def node_seconds(
     operands = tensor_operands(node) or [node]
     dtype = next((v.dtype for v in _tensors(operands[0])), None) or torch.float32
     dtype = VALUES if is_call(node, scaled_linear) else dtype
+    dtype = _tensors(node)[0].dtype if _scaled_by_block(node) else dtype
     if kind == PRODUCT:
         return max(tiled_flops(node) / device.speed(dtype), memory)
     if kind == ATTENTION:

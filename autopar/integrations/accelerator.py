@@ -10,6 +10,7 @@ process, to accelerate, is a data-parallel rank: ranks that differ only in tp, c
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from autopar.api import parallelize
 from autopar.ir.mesh import DATA
+from autopar.precision import a_precision
 from autopar.runtime.mesh.process_groups import dp_rank_and_size, mesh_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.training.load import load
@@ -39,7 +41,8 @@ class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator on a mesh. Arguments are those of accelerate, and:
 
     mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize` for prepared models, such as
-    {"zero": 3, "example_batch": batch}; ``mixed_precision="bf16"`` sets ``precision="bf16"``. gather,
+    {"zero": 3, "example_batch": batch}; ``mixed_precision="bf16"`` sets ``precision="bf16"``, and
+    "fp8", also that of `accelerate launch`, ``precision="fp8"``, without a library that converts layers. gather,
     gather_for_metrics, reduce: over data-parallel ranks.
 
     Raises ValueError for arguments that have no meaning on a mesh.
@@ -51,6 +54,9 @@ class Accelerator(accelerate.Accelerator):
     _dataloaders: list[Any]
 
     def __init__(self, *args: Any, mesh: DeviceMesh, options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        asked = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if str(asked) == "fp8":  # accelerate's own would replace the layers that steps scale
+            kwargs["mixed_precision"], options = "bf16", {"precision": "fp8"} | dict(options or {})
         super().__init__(*args, **kwargs)
         self.on_mesh(mesh, options)
 
@@ -68,17 +74,21 @@ class Accelerator(accelerate.Accelerator):
                 )
             raise ValueError(f"accelerate: found {seen} processes, but the mesh has {axes.world_size} ranks; {way_out}")
         if self.mixed_precision not in _PRECISIONS:
+            way_out = "a custom loop with autopar.GradScaler"
+            if self.mixed_precision == "fp8":
+                way_out = "options={'precision': 'fp8'} with it"
             raise ValueError(
                 f"accelerate: a mesh supports mixed_precision 'no' or 'bf16', found {self.mixed_precision!r}; use "
-                "'bf16', or a custom loop with autopar.GradScaler"
+                f"'bf16', or {way_out}"
             )
         if self.dispatch_batches:
             raise ValueError(
                 "accelerate: dispatch_batches=True sends batches from the main process, but ranks of a mesh read "
                 "their own shards; remove it"
             )
-        defaults = _PRECISIONS[self.mixed_precision] | {"outputs_with_grad": "rank", "padding": "auto"}
-        self.mesh, self.options = mesh, defaults | dict(options or {})
+        asked: dict[str, Any] = _PRECISIONS[self.mixed_precision] | dict(options or {})
+        padding = "auto" if a_precision("precision", asked.get("precision", "none")).scales_by_token else "exact"
+        self.mesh, self.options = mesh, {"outputs_with_grad": "rank", "padding": padding} | asked
         self._part, self._parts = dp_rank_and_size(mesh)
 
     @property

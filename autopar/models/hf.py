@@ -74,7 +74,7 @@ def attention_forward(
     out, _ = torch.ops.autopar.attention(
         query, key, value, bias, facts.key_mask, facts.segments, s_aux, None, facts.causal,
         facts.window, facts.chunk, 0, float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        float(softcap or 0.0), float(dropout), 0, [], [],
+        float(softcap or 0.0), float(dropout), 0, [], [], [],
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 

@@ -111,7 +111,8 @@ def register_backward(name: str, further: int = 0, lib: Any = None) -> None:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, *rest = inputs
         end = len(rest) - further
-        tensors, (*ctx.scalars, index, ctx.shape), ctx.how = rest[:_OPTIONAL], rest[_OPTIONAL:end], rest[end:]
+        tensors, (*ctx.scalars, index, ctx.shape, ctx.documents) = rest[:_OPTIONAL], rest[_OPTIONAL:end]
+        ctx.how = rest[end:]
         ctx.indices = len(index)
         ctx.save_for_backward(q, k, v, *output, *tensors, *index)
         ctx.mark_non_differentiable(output[1])
@@ -119,7 +120,8 @@ def register_backward(name: str, further: int = 0, lib: Any = None) -> None:
 
     def backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
         # autograd wants the structure of the inputs back, in which an empty list of ints counts as a list
-        rest: list[Any] = [[] if isinstance(x, (list, tuple)) and not x else None for x in (ctx.shape, *ctx.how)]
+        lists = (ctx.shape, ctx.documents, *ctx.how)
+        rest: list[Any] = [[] if isinstance(x, (list, tuple)) and not x else None for x in lists]
         nothing = [*[None] * len(ctx.scalars), [None] * ctx.indices, *rest]
         if grad is None:
             return (*[None] * (3 + _OPTIONAL), *nothing)
@@ -127,7 +129,7 @@ def register_backward(name: str, further: int = 0, lib: Any = None) -> None:
         tensors, index = saved[: 5 + _OPTIONAL], list(saved[5 + _OPTIONAL :])
         needs_bias, needs_sinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
         to_q, to_k, to_v, to_bias, to_sinks = getattr(torch.ops.autopar, f"{name}_backward")(
-            grad, *tensors, *ctx.scalars, index, ctx.shape, *ctx.how, needs_bias
+            grad, *tensors, *ctx.scalars, index, *lists, needs_bias
         )
         optional = (to_bias if needs_bias else None, None, None, to_sinks if needs_sinks else None, None)
         return (to_q, to_k, to_v, *optional, *nothing)

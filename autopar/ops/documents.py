@@ -8,6 +8,7 @@ runs are data of a step: every rank of the sequence holds all segments and deriv
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,14 @@ class Documents:
         runs = tuple(tuple(_runs(example)) for example in segments)
         return cls(runs, tuple(_joined(mine) for mine in runs))
 
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def of_lengths(cls, lengths: tuple[int, ...]) -> Documents:
+        """Documents of these lengths, one after the other, in one example that stands for all."""
+        ends = itertools.accumulate(lengths, initial=0)
+        runs = tuple(Run(*both) for both in itertools.pairwise(ends))
+        return cls((runs,), (_joined(runs),))
+
     @property
     def alike(self) -> bool:
         """Whether all examples are computed in the same blocks."""
@@ -74,14 +83,16 @@ class Documents:
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # segments -> (version, documents)
 
 
-def documents_of(segments: Tensor | None) -> Documents | None:
-    """The documents of segments [B, S]; None where they cannot be read: without data, and while a CUDA graph is
-    recorded, whose replays would not read them again.
+def documents_of(segments: Tensor | None, assumed: tuple[int, ...] = ()) -> Documents | None:
+    """The documents of segments [B, S]; None where they cannot be read: while a CUDA graph is recorded, whose replays
+    would not read them again. Without data (an estimate) they have the ``assumed`` lengths, or are unknown: None.
 
     On an accelerator reading synchronizes, once for a tensor and not once for each layer.
     """
-    if segments is None or segments.is_meta or not segments.numel():
+    if segments is None or not segments.numel():
         return None
+    if segments.is_meta:
+        return Documents.of_lengths(assumed) if assumed else None
     if segments.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     if segments.is_inference():  # has no version

@@ -12,7 +12,8 @@ from autopar.ops.dropout import keep_mask
 
 FACTS = (
     "Tensor? bias, Tensor? key_mask, Tensor? segments, Tensor? sinks, Tensor? seed, bool causal, SymInt window, "
-    "SymInt chunk, SymInt offset, float scale, float softcap, float dropout, int site, Tensor[] index, SymInt[] shape"
+    "SymInt chunk, SymInt offset, float scale, float softcap, float dropout, int site, Tensor[] index, SymInt[] shape, "
+    "int[] documents"
 )
 
 
@@ -30,6 +31,7 @@ class MaskSpec:
     chunk     0, or i // chunk == j // chunk
     offset    position of the queries among the keys: row r is query i = r + offset (0: top-left aligned)
     softcap   0, or the cap
+    documents lengths of the documents of a row that estimates assume, () if unknown; computes nothing
 
     mask and lift are not arguments of the operator: a further mask for a block of a larger attention, and a number that
     is subtracted from the scores of each row to keep them finite (`autopar.attention.operator`).
@@ -50,6 +52,7 @@ class MaskSpec:
     site: int
     index: Sequence[Tensor]
     shape: Sequence[int]
+    documents: Sequence[int] = ()
     mask: Tensor | None = None  # bool [B|1, 1, Sq, Sk], True = attend
     lift: Tensor | None = None  # [B|1, Hq|1, Sq|1, 1]
 

@@ -2,7 +2,9 @@
 
 A scale is the greatest magnitude of a tensor over the greatest number of the format (dynamic scaling: of this very
 tensor). Scaling "tensor" has one scale per operand. Scaling "row" has one for each row of the left factor and each
-column of the right one, a power of two: of the three products of a layer each scales along what it contracts.
+column of the right one, a power of two: of the three products of a layer each scales along what it contracts. Scaling
+"block" (OCP Microscaling Formats 1.0, mxfp8) has one for each 32 numbers in a row along what is contracted, a power of
+two that is rounded up, as NVIDIA's kernels and torchao's RCEIL do.
 
     y  = x  wᵀ      contracts inner      sx per token     sw per output
     dx = dy w       contracts columns    sy per token     sw per input
@@ -10,7 +12,7 @@ column of the right one, a power of two: of the three products of a layer each s
 
 Where ranks hold shards of what a scale spans, they agree on it: an all-reduce of maxima. So a shard is quantized to the
 very numbers that it has in the whole. Formats as in NVIDIA's Transformer Engine and torchao: e4m3 for values; gradients
-in e5m2 with one scale per tensor, in e4m3 with one per row. (Micikevicius et al. 2022, FP8 formats for deep learning.)
+in e5m2 with one scale per tensor, else in e4m3. (Micikevicius et al. 2022, FP8 formats for deep learning.)
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from autopar.ops.kernels.chips import chip_of
 
 VALUES = torch.float8_e4m3fn
 GRADIENTS = {"tensor": torch.float8_e5m2, "row": torch.float8_e4m3fn}
+BLOCK = 32
 SMALLEST = 2.0**-100  # magnitudes below count as zero: their scales would be no normal numbers
-MULTIPLE = 16  # of the dims that kernels take
+MULTIPLE = {"tensor": 16, "row": 16, "block": BLOCK}  # of the dims that kernels take
 ops = torch.ops.autopar
 
 
@@ -89,6 +92,10 @@ def quantized(x: Tensor, scale: Tensor, format: torch.dtype) -> Tensor:
 
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     by_row = scale_a.numel() > 1 or scale_b.numel() > 1
+    if scale_a.shape[1] > 1 or scale_b.shape[0] > 1:
+        wide = _wide(dtype)
+        scale_a, scale_b = scale_a.repeat_interleave(BLOCK, 1), scale_b.repeat_interleave(BLOCK, 0)
+        return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b)).to(dtype)
     if not _has_kernel(a, b, dtype, by_row):
         wide = _wide(dtype)
         return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b)).to(dtype)
@@ -100,7 +107,7 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: to
 def _has_kernel(a: Tensor, b: Tensor, dtype: torch.dtype, by_row: bool) -> bool:
     """Whether torch's kernel for GPUs takes the product: rows of a, columns of b, sizes in multiples of 16. On the CPU
     torch dequantizes as well: results are bitwise equal."""
-    fits = a.shape[0] > 0 and not any(n % MULTIPLE for n in b.shape) and VALUES in (a.dtype, b.dtype)
+    fits = a.shape[0] > 0 and not any(n % MULTIPLE["tensor"] for n in b.shape) and VALUES in (a.dtype, b.dtype)
     return a.is_cuda and dtype == torch.bfloat16 and fits and chip_of(a.device).multiplies_float8(by_row)
 
 
@@ -108,10 +115,11 @@ def _has_kernel(a: Tensor, b: Tensor, dtype: torch.dtype, by_row: bool) -> bool:
     fake=lambda a, b, scale_a, scale_b, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype), compiled=_scaled_mm
 )
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """(scale_a a) (scale_b b): a [m, k], b [k, n] of float8, scales [1 or m, 1] and [1, 1 or n] -> [m, n] in ``dtype``.
+    """(scale_a a) (scale_b b): a [m, k], b [k, n] of float8, scales [1 or m, 1] and [1, 1 or n], or [m, k / 32] and
+    [k / 32, n] of blocks -> [m, n] in ``dtype``.
 
     Sums are in float32, in float64 for float64. On a GPU with float8 torch's kernel, for bfloat16 and sizes that it
-    takes; elsewhere the product of the dequantized operands, on the CPU bitwise equal to torch's kernel.
+    takes; elsewhere, and for blocks, the product of the dequantized operands, on the CPU bitwise equal to torch's.
     """
     return _scaled_mm(a, b, scale_a, scale_b, dtype)
 
@@ -130,6 +138,15 @@ def scaled(x: Tensor, dims: list[int], axes: Sequence[str], format: torch.dtype,
     return ops.quantized(x, scale, format), scale
 
 
+def in_blocks(x: Tensor, along: int) -> tuple[Tensor, Tensor]:
+    """(float8 [m, n], scales [m, n / 32] for along=1, [m / 32, n] for along=0) of x [m, n]. Shards hold whole blocks,
+    so ranks need not agree."""
+    m, n = x.shape
+    blocks = x.reshape(m, n // BLOCK, BLOCK) if along else x.reshape(m // BLOCK, BLOCK, n)
+    q, scale = scaled(blocks, [1 + along], (), VALUES, True)
+    return q.view(m, n), scale.squeeze(1 + along)
+
+
 def scaled_linear(
     input: Tensor,
     weight: Tensor,
@@ -142,16 +159,19 @@ def scaled_linear(
     pending: Sequence[str] = (),
     input_shares: Sequence[int] = (),
     weight_shares: Sequence[int] = (),
+    misfit: str = "",
 ) -> Tensor:
     """A linear layer whose products, forward and backward, are of float8: [..., k], [n, k], [n] -> [..., n].
 
-    scaling: "tensor" or "row". wide_weight_gradient: dw in the dtype of the input. rows, inner, columns: the axes that
-    shard tokens, k and n. pending: axes over which the gradient of the result arrives in addends, which are added
-    before it is quantized; each rank then passes on its share of what the ranks compute alike, one of
-    ``input_shares`` and ``weight_shares``.
+    scaling: "tensor", "row" or "block". wide_weight_gradient: dw in the dtype of the input. rows, inner, columns: the
+    axes that shard tokens, k and n. pending: axes over which the gradient of the result arrives in addends, which are
+    added before it is quantized; each rank then passes on its share of what the ranks compute alike, one of
+    ``input_shares`` and ``weight_shares``. misfit: why tokens make no blocks; it is raised where they are needed.
     """
     how = (scaling, wide_weight_gradient, list(rows), list(inner), list(columns))
-    out: Tensor = _ScaledLinear.apply(input, weight, *how, list(pending), list(input_shares), list(weight_shares))
+    out: Tensor = _ScaledLinear.apply(
+        input, weight, *how, list(pending), list(input_shares), list(weight_shares), misfit
+    )
     return out if bias is None else out + bias
 
 
@@ -162,23 +182,30 @@ class _ScaledLinear(torch.autograd.Function):
         columns: list[str], *sums: list[Any],
     ) -> Tensor:  # fmt: skip
         x2, by_row = x.reshape(-1, x.shape[-1]), scaling == "row"
+        ctx.facts = scaling, wide, rows, columns, sums
+        if scaling == "block":
+            (qx, sx), (qw, sw) = in_blocks(x2, 1), in_blocks(w, 1)
+            ctx.save_for_backward(x2, w)
+            return ops.scaled_mm(qx, qw.t(), sx, sw.t(), x.dtype).view(*x.shape[:-1], w.shape[0])
         along = [1] if by_row else ALL
         qx, sx = scaled(x2, along, inner if by_row else [*rows, *inner], VALUES, by_row)
         qw, sw = scaled(w, along, inner if by_row else [*columns, *inner], VALUES, by_row)
-        ctx.facts = scaling, wide, rows, columns, sums
         ctx.save_for_backward(*((x2, w) if by_row else (qx, sx, qw, sw, *([x2] if wide else []))))
         return ops.scaled_mm(qx, qw.t(), sx, sw.t(), x.dtype).view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        scaling, wide, rows, columns, (pending, *shares) = ctx.facts
+        scaling, wide, rows, columns, (pending, *shares, misfit) = ctx.facts
         for axis in pending:
             grad = ops.all_reduce(grad, axis, "sum")
-        backward = _by_row if scaling == "row" else _by_tensor
-        y = grad.reshape(-1, grad.shape[-1])
-        dx, dw = backward(y, ctx.saved_tensors, ctx.needs_input_grad[:2], wide, rows, columns)
+        y, needs = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad[:2]
+        if scaling == "block":
+            dx, dw = _by_block(y, ctx.saved_tensors, needs, wide, misfit)
+        else:
+            backward = _by_row if scaling == "row" else _by_tensor
+            dx, dw = backward(y, ctx.saved_tensors, needs, wide, rows, columns)
         found = [_shared(g, sizes) for g, sizes in zip((dx, dw), shares, strict=True)]
-        return found[0] if dx is None else found[0].view(*grad.shape[:-1], -1), found[1], *[None] * 8
+        return found[0] if dx is None else found[0].view(*grad.shape[:-1], -1), found[1], *[None] * 9
 
 
 def _shared(gradient: Tensor | None, sizes: Sequence[int]) -> Any:
@@ -214,3 +241,26 @@ def _by_row(y: Tensor, saved: Any, needs: Needs, wide: bool, rows: list[str], co
         qx, sx = scaled(x2, [0], rows, VALUES, True)
         dw = ops.scaled_mm(qy.t(), qx, sy.t(), sx, y.dtype)
     return dx, dw
+
+
+def _by_block(y: Tensor, saved: Any, needs: Needs, wide: bool, misfit: str) -> Pair:
+    (x2, w), dx, dw = saved, None, None
+    if needs[0]:
+        (qy, sy), (qw, sw) = in_blocks(y, 1), in_blocks(w, 0)
+        dx = ops.scaled_mm(qy, qw, sy, sw, y.dtype)
+    if needs[1] and wide:
+        dw = y.t() @ x2
+    elif needs[1]:
+        if misfit or len(y) % BLOCK:
+            raise ValueError(misfit or token_misfit(f"{len(y)} tokens"))
+        (qy, sy), (qx, sx) = in_blocks(y, 0), in_blocks(x2, 0)
+        dw = ops.scaled_mm(qy.t(), qx, sy.t(), sx, y.dtype)
+    return dx, dw
+
+
+def token_misfit(found: str) -> str:
+    """The refusal of tokens that make no blocks."""
+    return (
+        f"precision: gradients of weights are scaled in blocks of {BLOCK} tokens of a row, found {found}; use lengths "
+        "that are multiples on each rank, wide_weight_gradient=True, or name the module in precision.wide"
+    )

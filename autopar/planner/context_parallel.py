@@ -173,7 +173,7 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
         bias="" if bias is None else "rows" if rows else "columns",
         bias_gradient=bias is not None and has_gradient(bias),
         segments=args["segments"] is not None, key_mask=args["key_mask"] is not None, sinks=args["sinks"] is not None,
-        softcap=float(args["softcap"]), dropout=float(args["dropout"]),
+        softcap=float(args["softcap"]), dropout=float(args["dropout"]), documents=tuple(args["documents"]),
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from autopar.ops.mask_spec import MaskSpec
 from autopar.ops.padded_pieces import shares_text
 from autopar.options import Options
 from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
+from autopar.planner.assumed_documents import document_notes
 from autopar.planner.batch_dims import decide_batch_dims, whole_over_microbatches
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.experts.expert_axis import expert_axis, kept_axis
@@ -112,7 +113,7 @@ def make_plan(
         notes += whole
     streams += tuple(context.streams)
     notes += [] if example else capacity_notes(gm, asked)
-    notes += product_notes(gm, asked.precision)
+    notes += [*product_notes(gm, asked.precision), *document_notes(gm, asked)]
     notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,

@@ -65,6 +65,8 @@ def product_notes(gm: GraphModule, precision: Precision) -> list[tuple[str, str]
     grouped = len(calls_of(gm.graph, ours.grouped_mm.default))
     if computed:
         notes.append(("precision", f"{computed} linear layers stay wide: their weights are computed"))
+    if precision.scaling == "block":
+        notes.append(("precision", "products scaled by block run as wide products of rounded operands on every device"))
     if grouped:
         notes.append(("precision", f"{grouped} grouped products of experts stay wide"))
     return notes
@@ -76,8 +78,9 @@ def _why_wide(node: Node, precision: Precision) -> str:
         return f"wide={named!r} names it"
     if node.meta["val"].dtype != torch_dtype(precision.compute):
         return f"its module computes in {str(node.meta['val'].dtype).removeprefix('torch.')}"
-    if outputs % MULTIPLE or inputs % MULTIPLE:
-        return f"{outputs} x {inputs} are no multiples of {MULTIPLE}"
+    multiple = MULTIPLE[precision.scaling]
+    if outputs % multiple or inputs % multiple:
+        return f"{outputs} x {inputs} are no multiples of {multiple}"
     if not any(x.target in _MIXES for x in ancestors([arguments(node)["input"]])):
         return "the first product"
     met = list(reach([node], lambda n: () if n is not node and n.target in _MIXES else n.users))

@@ -76,6 +76,8 @@ class Attention:
         masks = ["causal"] * p.mask.causal + [
             f"{n} {size}" for n in ("window", "chunk") if (size := getattr(p.mask, n))
         ]
+        if p.documents:
+            kinds[kinds.index("segments")] = f"{len(p.documents)} documents"
         sizes = [f"{p.queries} queries", f"{p.keys} keys", *masks, *(kind.replace("_", " ") for kind in kinds)]
         return ", ".join([*sizes, f"{p.heads} heads, {p.kv_heads} of keys", f"over {p.size} ranks"])
 

@@ -204,6 +204,16 @@ def scaled_mm_rule(call: Call) -> Rule:
     return call.rule(operands, [(rows, columns)], blocked=blocked)
 
 
+def block_scaled_mm_rule(call: Call) -> Rule:
+    """a (m, k), b (k, n), scales (m, 1) and (1, n), or (m, k) and (k, n) in blocks -> (m, n): linear in each alone."""
+    (m, k), n = call.shape("a"), call.shape("b")[1]
+    rows, inner, columns = call.factor("m", m), call.factor("k", k), call.factor("n", n)
+    found: list[Dims | None] = [(rows, inner), (inner, columns)]
+    for name, dims in (("scale_a", (rows, inner)), ("scale_b", (inner, columns))):
+        found.append(tuple(() if size == 1 else dim for size, dim in zip(call.shape(name), dims, strict=True)))
+    return call.rule(found, [(rows, columns)], linear=tuple(frozenset({i}) for i in range(len(found))))
+
+
 def grouped_bias_rule(call: Call) -> Rule:
     """rows (n, o) + bias (e, o) of the row's expert."""
     rows, width = call.shape("rows")

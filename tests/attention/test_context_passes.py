@@ -55,7 +55,7 @@ BEFORE = """
 embedding: f64[2,16,8] = embedding(p_embed_weight, ids)
 linear: f64[2,16,24] = linear(embedding, p_qkv_weight)
 attention_default: (f64[2,2,16,4], f64[2,2,16]) = autopar.attention(getitem, getitem_1, getitem_2, None, None, None, \
-None, None, True, 0, 0, 0, 0.5, 0.0, 0.0, 0, [], [])
+None, None, True, 0, 0, 0, 0.5, 0.0, 0.0, 0, [], [], [])
 linear_1: f64[2,16,16] = linear(add, p_head_weight)
 cross_entropy_default: (f64[32], f64[32]) = autopar.cross_entropy(reshape_default_4, reshape_default_5, -100, 0.0)
 sum_default: f64[] = sum(getitem_5)
@@ -70,7 +70,7 @@ embedding: f64[2,8,8] cp:S(1;8,-8) = embedding(p_embed_weight_r, ids_s)
 p_qkv_weight_r: f64[24,8] cp:R = exchange(p_qkv_weight, cp, I -> R)
 linear: f64[2,8,24] cp:S(1;8,-8) = linear(embedding, p_qkv_weight_r)
 attention_default: (f64[2,2,8,4], f64[2,2,8]) = attention_of_piece(getitem, getitem_1, getitem_2, None, None, None, \
-None, None, True, 0, 0, 0, 0.5, 0.0, 0.0, 0, [], [], 'ring', 'token_ring', [1, -1], [1, -1], 'cp', 2, 1)
+None, None, True, 0, 0, 0, 0.5, 0.0, 0.0, 0, [], [], [], 'ring', 'token_ring', [1, -1], [1, -1], 'cp', 2, 1)
 p_head_weight_r: f64[16,8] cp:R = exchange(p_head_weight, cp, I -> R)
 linear_1: f64[2,8,16] cp:S(1;8,-8) = linear(add, p_head_weight_r)
 reshape_default_5_s: i64[16] cp:S(0;(8,-8)x2) = exchange(reshape_default_5, cp, I -> S(0;(8,-8)x2))

@@ -113,7 +113,7 @@ def everything() -> list[Tensor]:
     """Dropout and attention with dropout, both ways."""
     seed, x = torch.tensor(3), numbers(2, 4, 6, 8, dtype=torch.float64).requires_grad_()
     y = ops.dropout(x.mT, seed, 0.25, 1, [], []).mT
-    facts = (None, None, None, None, seed, True, 0, 0, 0, 0.3, 0.0, 0.5, 2, [], [])
+    facts = (None, None, None, None, seed, True, 0, 0, 0, 0.3, 0.0, 0.5, 2, [], [], [])
     out = ops.attention(y, x[:, :2], y[:, 2:], *facts)[0]
     return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
 

@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 DEFAULTS = {
     "bias": None, "key_mask": None, "segments": None, "sinks": None, "seed": None, "causal": False, "window": 0,
     "chunk": 0, "offset": 0, "scale": 0.35, "softcap": 0.0, "dropout": 0.0, "site": 0, "index": [], "shape": [],
+    "documents": [],
 }  # fmt: skip
 
 

@@ -167,7 +167,7 @@ class _Ours:
         self.axis = f"{AXIS}%{head_ranks}" if head_ranks < case.ranks else AXIS
         rest = case.ranks // head_ranks
         along = AXIS if head_ranks == 1 else f"{AXIS}/{head_ranks}"
-        self.facts = (*[None] * 5, case.causal, 0, 0, 0, case.scale, 0.0, 0.0, 0, [], [])
+        self.facts = (*[None] * 5, case.causal, 0, 0, 0, case.scale, 0.0, 0.0, 0, [], [], [])
         self.how = (name, name, self.blocks, self.blocks, along, rest)
         self.comm = AxisComm(groups, along, name) if rest > 1 else None
         self.exchanged = 0

@@ -232,6 +232,21 @@ def test_what_is_refused(how: dict[str, Any], says: str) -> None:
         capture(Asks(**how), {"x": torch.randn(B, H, S, D)})
 
 
+class Given(nn.Module):
+    """Attention with the mask that it is given."""
+
+    def forward(self, x: Tensor, masks: list[Any]) -> Tensor:
+        out: Tensor = flex_attention(x, x, x, block_mask=masks[0])
+        return out
+
+
+def test_a_mask_as_an_input_is_refused() -> None:
+    """Its function is not a value of the batch."""
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, S, S, device="cpu")
+    with pytest.raises(ValueError, match=r"found input 'masks\.0', a BlockMask; pass the tensors"):
+        capture(Given(), {"x": torch.randn(B, H, S, D), "masks": [mask]})
+
+
 def test_functions_are_torchs_own_afterwards() -> None:
     codes = [function.__code__ for function in (flex_attention, create_block_mask)]
     model, batch = made("causal")

@@ -142,7 +142,7 @@ def test_grouped_products_do_not_depend_on_the_routing() -> None:
 def test_allowed_pairs_are_those_of_the_mask(
     causal: bool, window: int, chunk: int, queries: int, keys: int, offset: int
 ) -> None:
-    facts = MaskSpec(None, None, None, None, None, causal, window, chunk, offset, 1.0, 0.0, 0.0, 0, [], [])
+    facts = MaskSpec(None, None, None, None, None, causal, window, chunk, offset, 1.0, 0.0, 0.0, 0, [], [], [])
     mask = facts.allowed(queries, keys, torch.device("cpu"))
     expected = queries * keys if mask is None else int(mask.sum())
     assert pairs(queries, keys, causal, window, chunk, offset) == expected
@@ -153,7 +153,7 @@ def test_attention() -> None:
     q, k, v, n, d, dv = (2, 8, 16, 4), (2, 2, 16, 4), (2, 2, 16, 6), 16, 4, 6
 
     def run(causal: bool) -> list[Node]:
-        facts = (None, None, None, None, None, causal, 0, 0, 0, 1.0, 0.0, 0.0, 0, [], [])
+        facts = (None, None, None, None, None, causal, 0, 0, 0, 1.0, 0.0, 0.0, 0, [], [], [])
 
         def step(q: Tensor, k: Tensor, v: Tensor) -> Any:
             out, lse = torch.ops.autopar.attention(q, k, v, *facts)
@@ -169,7 +169,7 @@ def test_attention() -> None:
 
 def test_attention_of_any_token_slice() -> None:
     """Where the offset is a value of the graph, the queries are the last tokens of those that the keys know."""
-    facts = (None, None, None, None, None, True, 0, 0, 6, 1.0, 0.0, 0.0, 0, [], [])
+    facts = (None, None, None, None, None, True, 0, 0, 6, 1.0, 0.0, 0.0, 0, [], [], [])
     gm = traced(lambda q, k: torch.ops.autopar.attention(q, k, k, *facts), (1, 1, 4, 8), (1, 1, 10, 8))
     node = next(n for n in calls(gm) if op_name(n) == "attention")
     fixed = flops(node)

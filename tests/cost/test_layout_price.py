@@ -342,9 +342,10 @@ def test_each_line_of_a_file_has_an_answer() -> None:
         json.dumps(row), "", "{", json.dumps({"mesh": "dp=2"}), json.dumps(row | {"batch": 3}),
         json.dumps(row | {"stack": "fsdp-2023", "attention": "flash9"}), json.dumps(row | {"measured": -1}),
         json.dumps(row | {"options": {"zeros": 1}}), json.dumps(row | {"mesh": {"dp": 2}, "options": {"zero": 3}}),
+        json.dumps(row | {"options": {"documents": 8}}),
     ]  # fmt: skip
     found = list(answers(lines, LayoutPricer()))
-    words = ["", "not JSON", "config, seq, batch missing", "batch", "flash9", "measured", "zeros", ""]
+    words = ["", "not JSON", "config, seq, batch missing", "batch", "flash9", "measured", "zeros", "", "documents=8"]
     assert len(found) == len(words)
     for answer, word in zip(found, words, strict=True):
         assert ("refused" in answer) == bool(word) and word in answer.get("refused", ""), answer

@@ -58,7 +58,7 @@ def alone(name: str, case: Case, dtype: torch.dtype, device: str) -> Row | None:
     q, k, v, grad = tensors(case, case.keys, dtype, device)
     known = facts(case, dtype, device)
     kernel = kernels.KERNELS[name]
-    if not kernel.applies(q, k, v, known):
+    if not (kernel.applies(q, k, v, known) or kernel.takes_documents(q, k, v, known)):
         return None
     differentiated = known.bias is not None and kernel.bias_gradient
     with kernels.using(name):

@@ -150,3 +150,26 @@ def unseen() -> str:
 
 def test_processes_that_accelerate_does_not_see() -> None:
     assert "found 1 processes, but the mesh has 2 ranks; on the CPU pass cpu=True, without" in run_ranks(2, unseen)[0]
+
+
+def in_few_bits() -> list[float]:
+    """Losses of a model in bfloat16 and in float8, by accelerate's argument, by that of its launcher, and by ours."""
+    losses = []
+    with as_started():
+        mesh, batch = autopar.init_mesh("cpu", dp=1), {name: x[None] for name, x in rows(1, 0)[0].items()}
+        for argument, launched in (("bf16", ""), ("fp8", ""), (None, "fp8")):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ACCELERATE_MIXED_PRECISION", launched or "no")
+                accelerator = integrations.Accelerator(mesh=mesh, cpu=True, mixed_precision=argument)
+            torch.manual_seed(1)
+            losses.append(float(accelerator.prepare(llama())(**batch).loss))
+            accelerate.state.AcceleratorState._reset_state()
+        torch.manual_seed(1)
+        parallel = autopar.parallelize(llama(), mesh, precision="fp8", example_batch=batch)
+        losses.append(float(parallel(**batch).loss))
+    return losses
+
+
+def test_mixed_precision_fp8() -> None:
+    wide, *few, ours = run_ranks(1, in_few_bits)[0]
+    assert few == [ours, ours] and ours != wide

@@ -83,7 +83,7 @@ class Biased(Causal):
     def attend(self, h: Tensor) -> Tensor:
         at = torch.arange(S)
         bias = self.distance((at[:, None] - at).abs()).permute(2, 0, 1).unsqueeze(0)
-        facts = (bias, None, None, None, None, True, 9, 0, 0, 0.5, 0.0, 0.0, 0, [], [])
+        facts = (bias, None, None, None, None, True, 9, 0, 0, 0.5, 0.0, 0.0, 0, [], [], [])
         return self.out(torch.ops.autopar.attention(*self.heads(h), *facts)[0].transpose(1, 2).flatten(2))
 
 

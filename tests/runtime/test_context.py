@@ -172,7 +172,7 @@ def traced(problem: Problem, forward: str, backward: str) -> GraphModule:
     out, lse and the gradients of q, k and v."""
     head_ranks = ALGORITHMS[forward].head_ranks(problem)
     how = (forward, backward, problem.query_blocks, problem.key_blocks, "cp", problem.size, head_ranks)
-    facts = (None,) * 5 + (problem.mask.causal, 0, 0, 0, problem.width**-0.5, 0.0, 0.0, 0, [], [])
+    facts = (None,) * 5 + (problem.mask.causal, 0, 0, 0, problem.width**-0.5, 0.0, 0.0, 0, [], [], [])
 
     def attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():

@@ -103,7 +103,7 @@ transpose_2 = transpose.int(reshape_default_2, 1, 2)
 transpose_1_sl = exchange_slice(transpose_1, sl, S(2) -> R)
 transpose_2_sl = exchange_slice(transpose_2, sl, S(2) -> R)
 attention_default = autopar.attention(transpose, transpose_1_sl, transpose_2_sl, None, None, None, None, None, \
-True, 0, 0, 4, 0.5, 0.0, 0.0, 0, [], [])
+True, 0, 0, 4, 0.5, 0.0, 0.0, 0, [], [], [])
 getitem_3 = attention_default[0]
 transpose_3 = transpose.int(getitem_3, 1, 2)
 reshape_default_3 = reshape(transpose_3, [1, 5, 16])

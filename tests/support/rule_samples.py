@@ -298,6 +298,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Sample:
         "site": 1,
         "index": [],
         "shape": [],
+        "documents": [],
     }
     return call(ours.attention.default, q, k, v, *({**off, **facts}.values()))
 

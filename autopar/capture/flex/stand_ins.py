@@ -27,6 +27,16 @@ _FLEX, _VARLEN = "torch.nn.attention.flex_attention", "torch.nn.attention.varlen
 _reasons: list[str] = []
 
 
+def refuse_block_mask(name: str, x: Any) -> None:
+    """Raises ValueError for an input of the batch that is a mask of `flex_attention`."""
+    kind = getattr(sys.modules.get(_FLEX), "BlockMask", None)
+    if kind is not None and isinstance(x, kind):
+        raise ValueError(
+            f"flex_attention: a mask is read from its function while the forward is captured, found input {name!r}, a "
+            "BlockMask; pass the tensors that its function reads, and call create_block_mask in the forward"
+        )
+
+
 @contextmanager
 def attentions_as_operators() -> Iterator[None]:
     """Context manager: within, the functions of `torch.nn.attention` that are loaded are replaced."""
@@ -147,7 +157,7 @@ def attend(
     width = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out: Tensor = torch.ops.autopar.attention(
         q, k, v, bias, found.key_mask, found.segments, None, None, found.causal, found.window, found.chunk, 0,
-        float(width * factor), float(softcap), 0.0, 0, [], [],
+        float(width * factor), float(softcap), 0.0, 0, [], [], [],
     )[0]  # fmt: skip
     return out
 
@@ -180,7 +190,7 @@ def attend_to_documents(
     width = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out: Tensor = torch.ops.autopar.attention(
         q, k, v, None, None, segments, None, None, right == 0, left + 1, 0, 0, float(width), 0.0, 0.0, 0, [],
-        [],
+        [], [],
     )[0]  # fmt: skip
     return out.squeeze(0).transpose(0, 1)
 

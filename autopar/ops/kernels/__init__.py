@@ -5,7 +5,8 @@
     cpu_flash                                        fused, on CPUs
     math                                             plain matrix products: everything
 
-Packed documents are separate calls (`by_document`), so that no kernel computes pairs of different ones.
+Packed documents are one call of a kernel that takes their offsets, or else separate calls (`by_document`), so that no
+kernel computes pairs of different ones.
 
 Sinks are merged afterwards, as one further partial result with value zero and log-sum-exp = sink:
 out' = out * exp(lse - lse'), lse' = log(exp(lse) + exp(sink)). The backward needs only out' and lse'.
@@ -69,6 +70,13 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, bias_gradien
     )
 
 
+def _of_documents(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> Kernel | None:
+    """The first kernel that computes all packed documents in one call, if there are any."""
+    if facts.segments is None or facts.lift is not None:
+        return None
+    return next((x for x in _forced[-1:] or _in_order(q.device) if x.takes_documents(q, k, v, facts)), None)
+
+
 def _in_order(device: torch.device) -> Iterator[Kernel]:
     """The kernels, on a GPU in the order of its chip."""
     if device.type == "cuda":
@@ -89,6 +97,8 @@ def expected_kernel(chip: Chip, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec
 def forward(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] in q's dtype or a wider one, and lse [B, Hq, Sq], sinks included."""
     q, k, v = _rows(q), _rows(k), _rows(v)
+    if kernel := _of_documents(q, k, v, facts):
+        return with_sinks(*kernel.forward(q, k, v, facts), facts.sinks)
     if parts := by_document.parts(q, k, facts):
         out, lse = by_document.forward(q, k, v, parts, _forward)
         return with_sinks(out, lse, facts.sinks)
@@ -125,6 +135,9 @@ def backward(
 ) -> Grads:
     """Gradients of q, k, v and, if wanted, of the bias, in the kernel's dtypes."""
     grad, q, k, v, out = _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out)
+    kernel = None if bias_gradient else _of_documents(q, k, v, facts)
+    if kernel is not None:
+        return kernel.backward(grad, q, k, v, out, lse, facts, bias_gradient)
     if parts := by_document.parts(q, k, facts):
         return by_document.backward(grad, q, k, v, out, lse, facts, bias_gradient, parts, _backward)
     return _backward(grad, q, k, v, out, lse, facts, bias_gradient)

@@ -1,6 +1,7 @@
-"""Attention of packed documents, one kernel call for each: the kernels of this folder then need no mask for them.
+"""Attention of packed documents: the kernels of this folder then need no mask for them.
 
     facts with segments   -->   [rows and columns of a document, of one example or of all, and facts without segments]
+                          -->   offsets of all documents, for kernels that take them in one call
 
 Pairs of different documents are not computed. Rows keep their positions, so dropout's random numbers are the same.
 """
@@ -44,13 +45,38 @@ class Part:
         return _part(_part(_part(x, 0, self.examples), 2, self.rows), 3, self.columns)
 
 
+@dataclass(frozen=True)
+class Offsets:
+    """Where the documents of all examples begin, one example after the other, and the end: int32 [documents + 1].
+    longest: tokens of the longest document."""
+
+    starts: Tensor
+    longest: int
+
+
+def offsets(q: Tensor, k: Tensor, facts: MaskSpec) -> Offsets | None:
+    """The documents of whole rows; None where they are not known, or no tokens side by side."""
+    documents = documents_of(facts.segments)
+    (batch, _, tokens, _), whole = q.shape, q.shape[2] == k.shape[2] and not facts.offset
+    if documents is None or not whole or any(run.mixed for runs in documents.runs for run in runs):
+        return None
+
+    def made() -> Offsets:
+        rows = documents.runs * (batch if len(documents.runs) == 1 else 1)
+        starts = [row * tokens + run.start for row, runs in enumerate(rows) for run in runs]
+        longest = max(len(run) for runs in documents.runs for run in runs)
+        return Offsets(torch.tensor([*starts, batch * tokens], dtype=torch.int32, device=q.device), longest)
+
+    return documents.once(("offsets", batch, q.device), made)
+
+
 def parts(q: Tensor, k: Tensor, facts: MaskSpec) -> list[Part]:
-    """The calls that compute the attention; none if it is to be computed as a whole: without documents, or with one.
-    Chunks count from the first key of all, so they need the whole."""
+    """The calls that compute the attention; none if it is to be computed as a whole: without documents, or with short
+    ones alone. Chunks count from the first key of all, so they need the whole."""
     if facts.segments is None or facts.chunk or facts.lift is not None or facts.mask is not None:
         return []
     documents = documents_of(facts.segments)
-    if documents is None or all(len(blocks) == 1 for blocks in documents.blocks):
+    if documents is None or all(len(blocks) == 1 and blocks[0].mixed for blocks in documents.blocks):
         return []
     return [
         part

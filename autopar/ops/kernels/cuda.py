@@ -6,20 +6,24 @@
     cuda_flash       half          causal, window; last on last                  x8, q = v, <= 256            native
     cuda_efficient   half, fp32    anything as an additive mask, its gradient    x8 half, x4 fp32             expanded
 
+The first and the third also compute packed documents in one call, by their offsets ("varlen").
+
 "Last on last": the kernel's triangle aligns the last query with the last key. Each docstring says what its
 operator needs; which of them a chip has, and the order, is in `autopar.ops.kernels.chips`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.adapters import flash_attn
+from autopar.ops.kernels import by_document
 from autopar.ops.kernels.chips import CUDNN_ERRS, LITTLE_SHARED_MEMORY, Chip, chip_of
 from autopar.ops.kernels.kernel import (
     HALF,
@@ -133,14 +137,12 @@ def _flash_masks(q: Tensor, k: Tensor, facts: MaskSpec) -> bool:
     return placed and facts.by_position_alone and not facts.chunk
 
 
-class FlashAttn(Padded):
-    """The ``flash-attn`` package (extra ``flash``), if it is installed: tensors [B, S, H, D], softcap, and windows
-    |i - j| < w as (w - 1, w - 1) around the diagonal that ends at the last key."""
+class Flash(Padded):
+    """Flash attention, of tensors [B, S, H, D], or [T, H, D] with the documents of all examples one after the other."""
 
-    name = "flash_attn"
-
-    def is_on(self) -> bool:
-        return flash_attn.installed()
+    def takes_documents(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
+        alone = dataclasses.replace(facts, segments=None)
+        return self.applies(q, k, v, alone) and by_document.offsets(q, k, facts) is not None
 
     def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
         return _flash_widths(q, v, chip)
@@ -149,13 +151,77 @@ class FlashAttn(Padded):
         return _flash_masks(q, k, facts)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
-        return flash_attn.flash_forward(q, k, v, facts.scale, facts.causal, facts.window, facts.softcap)
+        found = by_document.offsets(q, k, facts)
+        out, lse = self.attend(_tokens(q, found), _tokens(k, found), _tokens(v, found), facts, found)
+        return _heads(out, q), lse if found is None else _by_example(lse, q)
 
     def run_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
-        known = (facts.scale, facts.causal, facts.window, facts.softcap)
-        return *flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known), None
+        found = by_document.offsets(q, k, facts)
+        lse = (lse if found is None else lse.transpose(0, 1).flatten(1)).contiguous()
+        of_q, of_k, of_v = (_tokens(x, found) for x in (q, k, v))
+        grads = self.differentiate(_tokens(grad, found), of_q, of_k, of_v, _tokens(out, found), lse, facts, found)
+        to_q, to_k, to_v = (_heads(g, x) for g, x in zip(grads, (q, k, v), strict=True))
+        return to_q, to_k, to_v, None
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, found: by_document.Offsets | None
+    ) -> tuple[Tensor, Tensor]:
+        """out like q, and lse [B, H, S], or [H, T] of documents."""
+
+    @abstractmethod
+    def differentiate(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec,
+        found: by_document.Offsets | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of q, k and v in their shapes; lse is contiguous."""
+
+
+def _tokens(x: Tensor, found: by_document.Offsets | None) -> Tensor:
+    """[B, H, S, D] -> [B, S, H, D], or [B S, H, D] for documents."""
+    turned = x.transpose(1, 2)
+    return turned if found is None else turned.flatten(0, 1)
+
+
+def _heads(x: Tensor, like: Tensor) -> Tensor:
+    """The same, back to [B, H, S, D]."""
+    return x.view(like.shape[0], like.shape[2], *x.shape[-2:]).transpose(1, 2)
+
+
+def _by_example(lse: Tensor, like: Tensor) -> Tensor:
+    """[H, B S] -> [B, H, S]"""
+    return lse.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+
+
+class FlashAttn(Flash):
+    """The ``flash-attn`` package (extra ``flash``), if it is installed: tensors [B, S, H, D], softcap, and windows
+    |i - j| < w as (w - 1, w - 1) around the diagonal that ends at the last key."""
+
+    name = "flash_attn"
+
+    def is_on(self) -> bool:
+        return flash_attn.installed()
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, found: by_document.Offsets | None
+    ) -> tuple[Tensor, Tensor]:
+        return flash_attn.flash_forward(q, k, v, *_documents(found), **_mask(facts))
+
+    def differentiate(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec,
+        found: by_document.Offsets | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return flash_attn.flash_backward(grad, q, k, v, out, lse, *_documents(found), **_mask(facts))
+
+
+def _documents(found: by_document.Offsets | None) -> tuple[Tensor | None, int]:
+    return (None, 0) if found is None else (found.starts, found.longest)
+
+
+def _mask(facts: MaskSpec) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in ("scale", "causal", "window", "softcap")}
 
 
 class Cudnn(Padded):
@@ -194,7 +260,7 @@ class Cudnn(Padded):
         return to_q, to_k, to_v, None
 
 
-class CudaFlash(Padded):
+class CudaFlash(Flash):
     """`_flash_attention_forward`, torch's copy of the package without its softcap: the same layout and windows."""
 
     name = "cuda_flash"
@@ -202,31 +268,37 @@ class CudaFlash(Padded):
     def is_on(self) -> bool:
         return torch.backends.cuda.flash_sdp_enabled()
 
-    def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
-        return _flash_widths(q, v, chip)
-
     def masks(self, q: Tensor, k: Tensor, facts: MaskSpec, chip: Chip) -> bool:
-        return _flash_masks(q, k, facts) and not facts.softcap
+        return super().masks(q, k, facts, chip) and not facts.softcap
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = _aten._flash_attention_forward(
-            *turned, None, None, q.shape[2], k.shape[2], 0.0, facts.causal, False, scale=facts.scale,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, found: by_document.Offsets | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *_both_sides(q, k, found), 0.0, facts.causal, False, scale=facts.scale,
             **flash_attn.window_sizes(facts.causal, facts.window),
-        )[:2]  # fmt: skip
-        return out.transpose(1, 2), lse
-
-    def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
-    ) -> Grads:
-        no_rng = torch.empty(2, dtype=torch.uint64, device=q.device)
-        turned = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-        grads = _aten._flash_attention_backward(
-            *turned, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, facts.causal, no_rng,
-            no_rng.new_empty(()), scale=facts.scale, **flash_attn.window_sizes(facts.causal, facts.window),
         )  # fmt: skip
-        to_q, to_k, to_v = (x.transpose(1, 2) for x in grads)
-        return to_q, to_k, to_v, None
+        return out, lse
+
+    def differentiate(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec,
+        found: by_document.Offsets | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        no_rng = torch.empty(2, dtype=torch.uint64, device=q.device)
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *_both_sides(q, k, found), 0.0, facts.causal, no_rng, no_rng.new_empty(()),
+            scale=facts.scale, **flash_attn.window_sizes(facts.causal, facts.window),
+        )  # fmt: skip
+        return grads
+
+
+def _both_sides(
+    q: Tensor, k: Tensor, found: by_document.Offsets | None
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Offsets of queries and of keys, and the lengths of the longest ones."""
+    if found is None:
+        return None, None, q.shape[1], k.shape[1]
+    return found.starts, found.starts, found.longest, found.longest
 
 
 class CudaEfficient(Padded):

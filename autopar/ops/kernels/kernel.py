@@ -47,6 +47,10 @@ class Kernel(ABC):
     def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
         """Whether it supports this."""
 
+    def takes_documents(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
+        """Whether it computes all packed documents in one call, of facts with segments."""
+        return False
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq]."""

@@ -129,7 +129,9 @@ def _facts(segment: Segment, piece: Piece, given: Paged) -> MaskSpec:
         bias = bias[:, :, segment.begin : segment.end] if bias.shape[2] > 1 else bias
         bias = bias[..., piece.first : piece.first + piece.size]
     offset = segment.first - piece.first
-    return MaskSpec(bias, None, None, None, None, causal, window, 0, offset, given.scale, given.softcap, 0.0, 0, (), ())
+    return MaskSpec(
+        bias, None, None, None, None, causal, window, 0, offset, given.scale, given.softcap, 0.0, 0, (), (), ()
+    )
 
 
 def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

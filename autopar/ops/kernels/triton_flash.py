@@ -14,7 +14,7 @@ from autopar.ops.kernels.kernel import HALF, Grads
 from autopar.ops.kernels.triton_module import module_that_runs
 from autopar.ops.mask_spec import MaskSpec
 
-_PLAIN = MaskSpec(None, None, None, None, None, True, 0, 0, 0, 1.0, 2.0, 0.0, 0, [], [])
+_PLAIN = MaskSpec(None, None, None, None, None, True, 0, 0, 0, 1.0, 2.0, 0.0, 0, [], [], [])
 
 
 class TritonFlash(Fused):

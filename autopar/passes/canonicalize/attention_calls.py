@@ -37,7 +37,7 @@ def attend(build: Build, q: Node, k: Node, v: Node, facts: MatchedMask) -> tuple
         k, v = bases
     both = build(
         torch.ops.autopar.attention.default, q, k, v, facts.bias, facts.key_mask, None, None, None,
-        facts.causal, 0, 0, 0, facts.scale, facts.softcap, facts.dropout, 0, [], [],
+        facts.causal, 0, 0, 0, facts.scale, facts.softcap, facts.dropout, 0, [], [], [],
     )  # fmt: skip
     return build(operator.getitem, both, 0), build(operator.getitem, both, 1)
 

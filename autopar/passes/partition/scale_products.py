@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import arguments, calls_of, described_at, placement
+from autopar.ir.graph import arguments, calls_of, described_at, global_shape, placement
 from autopar.ir.mesh import IN_TIME
 from autopar.ir.meta import names_of_parameters
-from autopar.ir.placement import Partial, Replicate, Shard
-from autopar.ops.scaled_products import scaled_linear
+from autopar.ir.placement import Partial, Replicate, Shard, scaled_blocks
+from autopar.ops.scaled_products import BLOCK, scaled_linear, token_misfit
 from autopar.planner.scaled_products import LINEAR, weight_of
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
@@ -44,6 +44,8 @@ class ScaleProducts(Pass):
             how = precision.scaling, precision.wide_weight_gradient
             node.target, node.kwargs = scaled_linear, {}
             node.args = (*operands, *how, *_shards(node, axes), *_pending(node, axes, ctx))
+            if precision.scaling == "block":
+                node.args += (_misfit(node, axes, ctx),)
         gm.recompile()
         return gm
 
@@ -57,6 +59,34 @@ def _refuse_addends(node: Node, axes: list[str]) -> None:
                     f"precision: a product in few bits needs whole operands, found {x.name} of {described_at(node)}, "
                     f"which is still to be summed over {axis!r}; name the module in precision.wide"
                 )
+
+
+def _misfit(node: Node, axes: list[str], ctx: Compilation) -> str:
+    """Why the tokens of a layer make no blocks that are the same on every mesh; "" if they do. Raises ValueError for
+    weights whose shards split blocks."""
+    x, weight = node.args[:2]
+    assert isinstance(x, Node) and isinstance(weight, Node)
+    for operand, dim in ((weight, 0), (weight, 1), (x, x.meta["val"].dim() - 1)):
+        if size := _split(operand, dim, axes, ctx):
+            raise ValueError(
+                f"precision: scaling='block' needs shards of whole blocks of {BLOCK}, found {size} of dim {dim} of "
+                f"{operand.name} at {described_at(node)}; name the module in precision.wide, or use fewer ranks"
+            )
+    size = _split(x, max(x.meta["val"].dim() - 2, 0), axes, ctx)
+    return token_misfit(f"{size} at {described_at(node)}") if size else ""
+
+
+def _split(node: Node, dim: int, axes: list[str], ctx: Compilation) -> int:
+    """The length of a shard of a dim, or of one of its blocks, that is no multiple of `BLOCK`; 0 if there is none."""
+    size = global_shape(node)[dim]
+    parts = [size]
+    for axis in axes:
+        p = placement(node, axis)
+        if isinstance(p, Shard) and p.dim == dim:
+            ranks = ctx.mesh.size(axis)
+            parts += [abs(b) // ranks for b in scaled_blocks(p.blocks, size)] or [size // ranks]
+            size //= ranks
+    return next((part for part in parts if part % BLOCK), 0)
 
 
 def _shards(node: Node, axes: list[str]) -> tuple[list[str], list[str], list[str]]:

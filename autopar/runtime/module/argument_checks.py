@@ -56,7 +56,7 @@ def check_module(model: Any) -> None:
         if type(module).__module__.startswith(("torchao.float8", "torchao.prototype.mx_formats")):
             raise ValueError(
                 f"parallelize: needs the model's own layers, found torchao's {type(module).__name__}{at}; pass the "
-                'model before its conversion, and precision="fp8" (tensorwise) or "fp8_row" (rowwise)'
+                'model before its conversion, and precision="fp8" (tensorwise), "fp8_row" (rowwise) or "mxfp8"'
             )
         for wrapper, inside in WRAPPERS.items():
             if isinstance(module, wrapper):
@@ -147,7 +147,7 @@ def check_arguments(
     if padding != "exact" and not options.precision.scales_by_token:
         raise ValueError(
             f"padding: padded tokens would change the scales of products in few bits, found {options.precision!r}; use "
-            "padding=\"exact\", or a policy with scaling='row' and wide_weight_gradient=True"
+            "padding=\"exact\", or a policy with scaling='row' or 'block' and wide_weight_gradient=True"
         )
     if padding != "exact" and outputs_with_grad is True:
         raise ValueError(
