@@ -23,6 +23,7 @@ from autopar.compile.parameters import known_batch_dims, normalized
 from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import samples_of
 from autopar.compile.stages import StageBuilder
+from autopar.compile.tiles import in_tiles
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.batch import with_static_inputs
@@ -210,7 +211,7 @@ def _compiled(
 
         return with_checkpoints(StageBuilder(graphs, ctx, train, static, tangents, slices, pre_pass), finished)
 
-    return in_chunks(graphs, ctx, train, attempt)
+    return in_tiles(graphs, ctx, train, lambda tiled: in_chunks(tiled, ctx, train, attempt))
 
 
 def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan) -> Plan | None:

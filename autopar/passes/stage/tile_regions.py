@@ -1,0 +1,266 @@
+"""Regions of a local graph that compute every token by itself, and so can run tile by tile along the tokens.
+
+    attention -> o_proj -> add -> norm -> gate, up -> silu, mul -> down -> add -> next layer
+                 '------------- each row of the result from the same row -----------'
+
+The rules of the operators say it: a dim of tokens is one factor, which a call neither contracts nor spans. Where a
+product with a weight has rows, the dim is followed through the graph in both directions. A region is what is connected
+within a layer, without what mixes tokens (attention, sums over tokens), chooses (the experts of a token: a second run
+could answer otherwise) or exchanges with other ranks: each exchange remains one, of all tokens.
+
+A region is worth tiles if it has a product of a product (an MLP): what the first makes is wide and used nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.adapters.operators import OpOverload, argument_defaults
+from autopar.ir.custom_backward import inside_of
+from autopar.ir.graph import getitem_index, layer_of, nbytes, reach, tensor_operands
+from autopar.ir.meta import names_of_parameters
+from autopar.ops.gradient import OWN_BACKWARD, RESULT
+from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL, PRODUCTS, is_choice, is_random, is_view
+from autopar.rules import RULES, Call, Rule, RuleError
+from autopar.rules.derived import DerivedRule
+from autopar.rules.known_rules import known_rule
+from autopar.rules.rule import Dims, factors_of
+from autopar.rules.special import LinkedRule
+
+aten = torch.ops.aten
+SIZED = {  # operators with the sizes of their result as an argument
+    aten.view.default: "size", aten.reshape.default: "shape", aten._unsafe_view.default: "size",
+    aten.expand.default: "size",
+}  # fmt: skip
+_SIZES = ("size", "sizes", "shape", "output_size", "split_size", "split_sizes")
+_DRAWS = (torch.ops.autopar.dropout.default, torch.ops.autopar.random.default)  # of global indices, which are sliced
+_APART = (OWN_BACKWARD, RESULT, *COLLECTIVES, *LOCAL, *COPIES)
+
+
+@dataclass(frozen=True)
+class TileRegion:
+    """``calls``: in order. ``dims``: value -> its dim of tokens, for values inside and those that enter. ``tokens``:
+    size of these dims. ``given``: values that enter and have tokens. ``made``: values that leave."""
+
+    calls: tuple[Node, ...]
+    dims: Mapping[Node, int]
+    tokens: int
+    given: tuple[Node, ...]
+    made: tuple[Node, ...]
+
+    @property
+    def inner_bytes(self) -> int:
+        """Bytes of the values that exist only inside."""
+        leaving = set(self.made)
+        return sum(nbytes(n) for n in self.calls if n not in leaving and not _shares(n))
+
+    @property
+    def outer_bytes(self) -> int:
+        """Bytes of the values that enter and leave, which exist for all tokens."""
+        return sum(map(nbytes, (*self.given, *self.made)))
+
+
+def tile_regions(gm: GraphModule, part_of: Mapping[Node, int] | None = None) -> list[TileRegion]:
+    """The regions worth tiles, in order. ``part_of``: the pipeline stage of each node; none has nodes of several."""
+    return list(_Tokens(gm, part_of or {}).regions())
+
+
+def _shares(node: Node) -> bool:
+    return is_view(node.target) or getitem_index(node) is not None
+
+
+class _Tokens:
+    """The values of a graph that have a dim of tokens, and the calls that treat each token alike."""
+
+    def __init__(self, gm: GraphModule, part_of: Mapping[Node, int]) -> None:
+        self.gm, self.part_of = gm, part_of
+        self.rules: dict[Node, Rule | None] = {}
+        self.dims: dict[Node, int] = {}
+        self.apart = inside_of(gm.graph)
+        parameters = names_of_parameters(gm)
+        self.weights = {n for n in gm.graph.nodes if n.op == "placeholder" and n.name in parameters}
+        for node in gm.graph.nodes:
+            operands = node.all_input_nodes
+            if node.op == "call_function" and operands and all(x in self.weights for x in operands):
+                self.weights.add(node)
+        for node in gm.graph.nodes:
+            rows = self._rows_of_product(node)
+            if rows is not None and node not in self.dims:
+                self._spread(node, rows)
+
+    def _rows_of_product(self, node: Node) -> int | None:
+        """The largest dim of a product with a weight that its rows have; of several the last."""
+        if node.op != "call_function" or node.target not in PRODUCTS or node in self.weights:
+            return None
+        if not any(x in self.weights for x in node.all_input_nodes) or isinstance(node.meta["val"], (tuple, list)):
+            return None
+        rows = node.meta["val"].shape[:-1]
+        return max(range(len(rows)), key=lambda d: (rows[d], d), default=None) if max(rows, default=0) > 1 else None
+
+    # --- one call ------------------------------------------------------------------------------------------
+
+    def rule(self, call: Node) -> Rule | None:
+        """None for a call that no tile may have."""
+        if call not in self.rules:
+            self.rules[call] = self._rule(call)
+        return self.rules[call]
+
+    def _rule(self, call: Node) -> Rule | None:
+        if call.op != "call_function" or call in self.apart or call in self.weights or call.target in _APART:
+            return None
+        if not isinstance(call.target, OpOverload) or is_choice(call.target) or is_random(call.target):
+            return None
+        if "chunk" in call.meta or not (call.target in SIZED or set(_SIZES).isdisjoint(argument_defaults(call.target))):
+            if call.target not in (aten.split_with_sizes.default, *_DRAWS):
+                return None
+        val = call.meta["val"]
+        shapes = tuple(tuple(v.shape) for v in (val if isinstance(val, (tuple, list)) else [val]))
+        seen = Call(call, lambda x: tuple(x.meta["val"].shape), shapes, axis="tile", relaxed=True)
+        build, derived = RULES.get(call.target), call.meta.get("derived")
+        try:
+            if build is not None:
+                return known_rule(build, seen)
+            return derived.rule(seen) if isinstance(derived, DerivedRule) else None
+        except (RuleError, LookupError, ValueError):
+            return None
+
+    def values(self, call: Node, rule: Rule) -> Iterator[tuple[Node, Dims | None]]:
+        """The operands and used results of a call, each with its factors."""
+        yield from zip(tensor_operands(call), rule.operands, strict=True)
+        if not isinstance(call.meta["val"], (tuple, list)):
+            yield call, rule.results[0]
+            return
+        for user in call.users:
+            index = getitem_index(user)
+            if index is not None:
+                yield user, rule.results[index]
+
+    def dims_of(self, call: Node, rule: Rule, value: Node) -> dict[Node, int] | None:
+        """The dims of tokens of a call's operands and results, if ``value`` has its own; None if the call does not
+        treat every token by itself."""
+        at = self.dims[value]
+        pairs = [dims for x, dims in self.values(call, rule) if x is value and dims is not None]
+        names = {dims[at] for dims in pairs}
+        if len(names) != 1 or not isinstance(name := names.pop(), tuple) or len(name) != 1:
+            return None
+        (factor,) = name
+        linked = rule.linked if isinstance(rule, LinkedRule) else ()
+        if factor in {*rule.blocked, *rule.absorbed, *rule.one_block, *rule.rows, *rule.addends.values(), *linked}:
+            return None
+        found: dict[Node, int] = {}
+        for dims in rule.results:
+            if name not in dims:
+                return None
+        for x, dims in self.values(call, rule):
+            if dims is not None and factor in factors_of(dims):
+                if name not in dims or found.setdefault(x, dims.index(name)) != dims.index(name):
+                    return None
+        return found
+
+    def _spread(self, start: Node, dim: int) -> None:
+        self.dims[start] = dim
+        queue = deque([start])
+        while queue:
+            value = queue.popleft()
+            maker = value.args[0] if getitem_index(value) is not None else value
+            for call in (maker, *value.users):
+                rule = self.rule(call) if isinstance(call, Node) else None
+                for x, at in ((self.dims_of(call, rule, value) or {}) if rule is not None else {}).items():
+                    if x not in self.dims and x not in self.weights:
+                        self.dims[x] = at
+                        queue.append(x)
+
+    @cached_property
+    def members(self) -> dict[Node, dict[Node, int]]:
+        """Calls that compute every token by itself -> the dims of tokens of their operands and results."""
+        found: dict[Node, dict[Node, int]] = {}
+        for call in self.gm.graph.nodes:
+            if getitem_index(call) is not None:
+                if call.args[0] in found:
+                    found[call] = {call: self.dims[call]} if call in self.dims else {}
+                continue
+            rule = self.rule(call)
+            known = [x for x, dims in self.values(call, rule) if x in self.dims and dims is not None] if rule else []
+            if rule is None or not known:
+                continue
+            dims = self.dims_of(call, rule, known[0])
+            drawn = call.target in _DRAWS
+            operands = tensor_operands(call)[:1] if drawn else tensor_operands(call)
+            if dims is None or any(self.dims.get(x, dims.get(x)) != dims.get(x) for x in operands):
+                continue
+            if all(dims.get(x) == self.dims.get(x) for x, _ in self._results(call)):
+                found[call] = dims
+        return found
+
+    def _results(self, call: Node) -> list[tuple[Node, int]]:
+        if not isinstance(call.meta["val"], (tuple, list)):
+            return [(call, 0)]
+        return [(u, i) for u in call.users if (i := getitem_index(u)) is not None]
+
+    # --- regions -------------------------------------------------------------------------------------------
+
+    def regions(self) -> Iterator[TileRegion]:
+        """Those worth tiles."""
+        for calls in self._connected():
+            if self._has_product_of_product(calls):
+                yield self._region(calls)
+
+    def _connected(self) -> list[list[Node]]:
+        """Groups of connected members with nothing in between that is not a member."""
+        level: dict[Node, int] = {}
+        group: dict[Node, list[Node]] = {}
+        keys: dict[Node, tuple[str, int, int]] = {}
+        for node in self.gm.graph.nodes:
+            above = [x for x in node.all_input_nodes if x not in self.weights]
+            here = layer_of(node), self.part_of.get(node, 0)
+            if node not in self.members:
+                level[node] = max((level[x] + (x in self.members) for x in above), default=0)
+                continue
+            level[node] = max((level[x] + (x in keys and keys[x][:2] != here) for x in above), default=0)
+            keys[node] = *here, level[node]
+            mine = [node]
+            for x in above:
+                if keys.get(x) == keys[node] and (other := group[x]) is not mine:
+                    mine, other = (other, mine) if len(other) > len(mine) else (mine, other)
+                    mine += other
+                    group |= dict.fromkeys(other, mine)
+            group[node] = mine
+        order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
+        groups = {id(calls): calls for calls in group.values()}
+        return [sorted(calls, key=order.__getitem__) for calls in groups.values()]
+
+    def _has_product_of_product(self, calls: list[Node]) -> bool:
+        mine = set(calls)
+        products = [n for n in calls if n.target in PRODUCTS]
+        for product in products:
+            behind = set(reach([product], lambda x: (u for u in x.users if u in mine)))
+            if any(n in behind for n in products if n is not product):
+                return True
+        return False
+
+    def _region(self, calls: list[Node]) -> TileRegion:
+        mine, dims = set(calls), dict[Node, int]()
+        given: dict[Node, None] = {}
+        for call in calls:
+            for x, at in self.members[call].items():
+                dims[x] = at
+                if x not in mine and x is not call and not (getitem_index(x) is not None and x.args[0] is call):
+                    given[x] = None
+        made = [n for n in calls if any(u not in mine for u in n.users) and n in dims]
+        tokens = {n.meta["val"].shape[d] for n, d in dims.items()}
+        assert len(tokens) == 1, f"tiles: {calls[0].name} has tokens of sizes {tokens}"
+        return TileRegion(tuple(calls), dims, tokens.pop(), tuple(given), tuple(made))
+
+
+def tile_sizes(tokens: int, count: int) -> list[int]:
+    """Tokens of each tile; the last may have fewer."""
+    size = math.ceil(tokens / count)
+    return [min(size, tokens - start) for start in range(0, tokens, size)]
