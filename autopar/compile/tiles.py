@@ -32,15 +32,15 @@ INNER = 1 / 2  # of the bytes that enter and leave a region: a tile's inner valu
 def in_tiles(
     graphs: Sequence[Made], ctx: Compilation, train: bool, attempt: Callable[[Sequence[Made]], Compiled]
 ) -> Compiled:
-    """What ``attempt`` compiles from the graphs, or from copies with tiles. Raises ValueError for a model without such a
-    region, and what ``attempt`` raises."""
+    """What ``attempt`` compiles from the graphs, or from copies with tiles. Raises ValueError for a model without such
+    a region, and what ``attempt`` raises."""
     plan = ctx.plan
     assert plan is not None
     count = plan.tiles or plan.options.tiles
-    if not train or count == 1:
+    if not train:
         return attempt(graphs)
     regions = regions_of(graphs[0][0], plan) if len(graphs) == 1 else []
-    if count and not regions:
+    if count > 1 and not regions:
         raise _refused(count, len(graphs) > 1)
 
     def tried(tiles: int) -> Compiled:
@@ -64,7 +64,8 @@ def regions_of(gm: GraphModule, plan: Plan) -> list[TileRegion]:
 def _refused(count: int, sliced: bool) -> ValueError:
     if sliced:
         return ValueError(
-            f"tiles: {count} tiles need whole microbatches, found token slices; use another schedule, or leave tiles out"
+            f"tiles: {count} tiles need whole microbatches, found token slices; use another schedule, or leave tiles "
+            "out"
         )
     return ValueError(
         f"tiles: nothing can run in {count} tiles: it needs a product with a weight of another such product (an MLP), "
@@ -74,7 +75,9 @@ def _refused(count: int, sliced: bool) -> ValueError:
 
 def _enough(regions: Sequence[TileRegion]) -> int:
     """The tiles for which the inner values of each region are small beside what enters and leaves it."""
-    counts = [min(region.tokens // ROWS, math.ceil(region.inner_bytes / (INNER * region.outer_bytes))) for region in regions]
+    counts = [
+        min(region.tokens // ROWS, math.ceil(region.inner_bytes / (INNER * region.outer_bytes))) for region in regions
+    ]
     return max(1, min(MOST, max(counts, default=1)))
 
 

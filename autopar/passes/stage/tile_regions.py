@@ -8,13 +8,15 @@ product with a weight has rows, the dim is followed through the graph in both di
 within a layer, without what mixes tokens (attention, sums over tokens), chooses (the experts of a token: a second run
 could answer otherwise) or exchanges with other ranks: each exchange remains one, of all tokens.
 
+The experts of tokens are computed tile by tile as well, where every rank has all of them: a tile's rows are sorted
+within the tile, so a region has all that uses them, from the dispatch to the combine.
+
 A region is worth tiles if it has a product of a product (an MLP): what the first makes is wide and used nowhere else.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,30 +27,31 @@ from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.ir.custom_backward import inside_of
-from autopar.ir.graph import getitem_index, layer_of, nbytes, reach, tensor_operands
+from autopar.ir.graph import getitem_index, is_call, layer_of, nbytes, reach, tensor_operands
 from autopar.ir.meta import names_of_parameters
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
-from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL, PRODUCTS, is_choice, is_random, is_view
+from autopar.ops.traits import COLLECTIVES, CONVOLUTIONS, COPIES, LOCAL, PRODUCTS, is_choice, is_random, is_view
 from autopar.rules import RULES, Call, Rule, RuleError
 from autopar.rules.derived import DerivedRule
 from autopar.rules.known_rules import known_rule
-from autopar.rules.rule import Dims, factors_of
+from autopar.rules.rule import Cat, Dim, Dims, factors_of
 from autopar.rules.special import LinkedRule
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.autopar
 SIZED = {  # operators with the sizes of their result as an argument
     aten.view.default: "size", aten.reshape.default: "shape", aten._unsafe_view.default: "size",
     aten.expand.default: "size",
 }  # fmt: skip
 _SIZES = ("size", "sizes", "shape", "output_size", "split_size", "split_sizes")
-_DRAWS = (torch.ops.autopar.dropout.default, torch.ops.autopar.random.default)  # of global indices, which are sliced
+DRAWS = (ours.dropout.default, ours.random.default)  # of global indices, which are sliced
 _APART = (OWN_BACKWARD, RESULT, *COLLECTIVES, *LOCAL, *COPIES)
 
 
 @dataclass(frozen=True)
 class TileRegion:
-    """``calls``: in order. ``dims``: value -> its dim of tokens, for values inside and those that enter. ``tokens``:
-    size of these dims. ``given``: values that enter and have tokens. ``made``: values that leave."""
+    """``calls``: in order. ``dims``: value -> its dim of tokens, for values inside and those that enter. ``tokens``: size
+    of these dims, or what it is a multiple of (the rows of experts). ``given``: values that enter and have tokens.
+    ``made``: values that leave."""
 
     calls: tuple[Node, ...]
     dims: Mapping[Node, int]
@@ -70,7 +73,7 @@ class TileRegion:
 
 def tile_regions(gm: GraphModule, part_of: Mapping[Node, int] | None = None) -> list[TileRegion]:
     """The regions worth tiles, in order. ``part_of``: the pipeline stage of each node; none has nodes of several."""
-    return list(_Tokens(gm, part_of or {}).regions())
+    return _Tokens(gm, part_of or {}).regions()
 
 
 def _shares(node: Node) -> bool:
@@ -85,6 +88,7 @@ class _Tokens:
         self.rules: dict[Node, Rule | None] = {}
         self.dims: dict[Node, int] = {}
         self.apart = inside_of(gm.graph)
+        self.counts: set[Node] = set()  # values that are an addend of each tile: rows of each expert
         parameters = names_of_parameters(gm)
         self.weights = {n for n in gm.graph.nodes if n.op == "placeholder" and n.name in parameters}
         for node in gm.graph.nodes:
@@ -92,18 +96,21 @@ class _Tokens:
             if node.op == "call_function" and operands and all(x in self.weights for x in operands):
                 self.weights.add(node)
         for node in gm.graph.nodes:
-            rows = self._rows_of_product(node)
-            if rows is not None and node not in self.dims:
-                self._spread(node, rows)
+            start, dim = self._start(node)
+            if start is not None and start not in self.dims:
+                self._spread(start, dim)
 
-    def _rows_of_product(self, node: Node) -> int | None:
-        """The largest dim of a product with a weight that its rows have; of several the last."""
-        if node.op != "call_function" or node.target not in PRODUCTS or node in self.weights:
-            return None
-        if not any(x in self.weights for x in node.all_input_nodes) or isinstance(node.meta["val"], (tuple, list)):
-            return None
+    def _start(self, node: Node) -> tuple[Node | None, int]:
+        """A value with a dim of tokens: what goes to experts; of a product with a weight the largest dim that its rows
+        have, of several the last."""
+        if is_call(node, ours.moe_dispatch.default):
+            return node.args[0], 0  # type: ignore[return-value]
+        if node.target not in PRODUCTS - CONVOLUTIONS - {ours.grouped_mm.default} or node in self.weights:
+            return None, 0
+        if not any(x in self.weights for x in node.all_input_nodes):
+            return None, 0
         rows = node.meta["val"].shape[:-1]
-        return max(range(len(rows)), key=lambda d: (rows[d], d), default=None) if max(rows, default=0) > 1 else None
+        return (node, max(range(len(rows)), key=lambda d: (rows[d], d))) if max(rows, default=0) > 1 else (None, 0)
 
     # --- one call ------------------------------------------------------------------------------------------
 
@@ -116,11 +123,11 @@ class _Tokens:
     def _rule(self, call: Node) -> Rule | None:
         if call.op != "call_function" or call in self.apart or call in self.weights or call.target in _APART:
             return None
-        if not isinstance(call.target, OpOverload) or is_choice(call.target) or is_random(call.target):
+        if not isinstance(call.target, OpOverload) or "chunk" in call.meta or _draws_or_chooses(call):
             return None
-        if "chunk" in call.meta or not (call.target in SIZED or set(_SIZES).isdisjoint(argument_defaults(call.target))):
-            if call.target not in (aten.split_with_sizes.default, *_DRAWS):
-                return None
+        has_sizes = not set(_SIZES).isdisjoint(argument_defaults(call.target))
+        if has_sizes and call.target not in (*SIZED, aten.split_with_sizes.default, *DRAWS):
+            return None
         val = call.meta["val"]
         shapes = tuple(tuple(v.shape) for v in (val if isinstance(val, (tuple, list)) else [val]))
         seen = Call(call, lambda x: tuple(x.meta["val"].shape), shapes, axis="tile", relaxed=True)
@@ -147,23 +154,24 @@ class _Tokens:
         """The dims of tokens of a call's operands and results, if ``value`` has its own; None if the call does not
         treat every token by itself."""
         at = self.dims[value]
-        pairs = [dims for x, dims in self.values(call, rule) if x is value and dims is not None]
-        names = {dims[at] for dims in pairs}
-        if len(names) != 1 or not isinstance(name := names.pop(), tuple) or len(name) != 1:
-            return None
-        (factor,) = name
+        outer = {_outer(dims[at]) for x, dims in self.values(call, rule) if x is value and dims is not None}
+        factor = outer.pop() if len(outer) == 1 else ""
         linked = rule.linked if isinstance(rule, LinkedRule) else ()
-        if factor in {*rule.blocked, *rule.absorbed, *rule.one_block, *rule.rows, *rule.addends.values(), *linked}:
+        if not factor or factor in {*rule.blocked, *rule.absorbed, *rule.one_block, *rule.rows[1:], *linked}:
+            return None
+        whole = [dims for dims in rule.results if factor not in factors_of(dims)]
+        if whole and not is_call(call, ours.moe_dispatch.default):
             return None
         found: dict[Node, int] = {}
-        for dims in rule.results:
-            if name not in dims:
-                return None
         for x, dims in self.values(call, rule):
             if dims is not None and factor in factors_of(dims):
-                if name not in dims or found.setdefault(x, dims.index(name)) != dims.index(name):
+                place = next((d for d, dim in enumerate(dims) if _outer(dim) == factor), None)
+                if place is None or found.setdefault(x, place) != place:
                     return None
-        return found
+            elif x in call.users:
+                self.counts.add(x)
+        adds = {x for i, x in enumerate(tensor_operands(call)) if rule.addends.get(i) == factor}
+        return found if all((x in adds) == (x in self.counts) for x in tensor_operands(call)) else None
 
     def _spread(self, start: Node, dim: int) -> None:
         self.dims[start] = dim
@@ -192,26 +200,35 @@ class _Tokens:
             if rule is None or not known:
                 continue
             dims = self.dims_of(call, rule, known[0])
-            drawn = call.target in _DRAWS
+            drawn = call.target in DRAWS
             operands = tensor_operands(call)[:1] if drawn else tensor_operands(call)
             if dims is None or any(self.dims.get(x, dims.get(x)) != dims.get(x) for x in operands):
                 continue
-            if all(dims.get(x) == self.dims.get(x) for x, _ in self._results(call)):
+            if all(dims.get(x) == self.dims.get(x) for x in self._results(call)):
                 found[call] = dims
         return found
 
-    def _results(self, call: Node) -> list[tuple[Node, int]]:
-        if not isinstance(call.meta["val"], (tuple, list)):
-            return [(call, 0)]
-        return [(u, i) for u in call.users if (i := getitem_index(u)) is not None]
+    def _results(self, call: Node) -> list[Node]:
+        """Those that have tokens."""
+        results = [u for u in call.users if getitem_index(u) is not None]
+        return [x for x in results or [call] if x not in self.counts]
+
+    @cached_property
+    def sorted_rows(self) -> set[Node]:
+        """Values whose rows are sorted by expert, and numbers of these rows."""
+        found: set[Node] = set()
+        for node in self.gm.graph.nodes:
+            sorts = is_call(node, ours.moe_dispatch.default) or any(x in found for x in node.all_input_nodes)
+            if sorts and not is_call(node, ours.moe_combine.default):
+                found.add(node)
+        return found
 
     # --- regions -------------------------------------------------------------------------------------------
 
-    def regions(self) -> Iterator[TileRegion]:
+    def regions(self) -> list[TileRegion]:
         """Those worth tiles."""
-        for calls in self._connected():
-            if self._has_product_of_product(calls):
-                yield self._region(calls)
+        groups = [calls for calls in self._connected() if self._has_product_of_product(calls)]
+        return [region for calls in groups if (region := self._region(calls)) is not None]
 
     def _connected(self) -> list[list[Node]]:
         """Groups of connected members with nothing in between that is not a member."""
@@ -246,18 +263,28 @@ class _Tokens:
                 return True
         return False
 
-    def _region(self, calls: list[Node]) -> TileRegion:
+    def _region(self, calls: list[Node]) -> TileRegion | None:
+        """None where rows that are sorted within a tile enter or leave."""
         mine, dims = set(calls), dict[Node, int]()
-        given: dict[Node, None] = {}
         for call in calls:
-            for x, at in self.members[call].items():
-                dims[x] = at
-                if x not in mine and x is not call and not (getitem_index(x) is not None and x.args[0] is call):
-                    given[x] = None
-        made = [n for n in calls if any(u not in mine for u in n.users) and n in dims]
-        tokens = {n.meta["val"].shape[d] for n, d in dims.items()}
-        assert len(tokens) == 1, f"tiles: {calls[0].name} has tokens of sizes {tokens}"
-        return TileRegion(tuple(calls), dims, tokens.pop(), tuple(given), tuple(made))
+            dims |= self.members[call]
+        given = tuple(x for x in dims if x not in mine)
+        made = tuple(n for n in calls if any(u not in mine for u in n.users))
+        sizes = {n.meta["val"].shape[d] for n, d in dims.items()}
+        if not self.sorted_rows.isdisjoint((*given, *made)) or any(size % min(sizes) for size in sizes):
+            return None
+        return TileRegion(tuple(calls), dims, min(sizes), given, made)
+
+
+def _draws_or_chooses(call: Node) -> bool:
+    """Whether a second run could give another result. (The dispatch sorts by a choice that is made.)"""
+    chooses = is_choice(call.target) and call.target is not ours.moe_dispatch.default
+    return chooses or is_random(call.target)
+
+
+def _outer(dim: Dim) -> str:
+    """The factor whose entries are runs of a dim."""
+    return "" if isinstance(dim, Cat) or not dim else dim[0]
 
 
 def tile_sizes(tokens: int, count: int) -> list[int]:

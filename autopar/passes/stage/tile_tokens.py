@@ -14,8 +14,8 @@ Leaves      all exchanges, and regions in which tokens meet.
     g1 = linear(x1, w1); y1 = linear(silu(g1), w2)
     y = cat([y0, y1], 1)
 
-Source of the idea: Arctic Long Sequence Training (Bekman et al. 2025, arXiv 2506.13996, section 3.1: sequence tiling and
-TiledMLP), which wraps modules by name; here regions are found by the rules of the operators.
+Source of the idea: TiledMLP and tiled losses of Arctic Long Sequence Training (Bekman et al. 2025, arXiv 2506.13996),
+which wraps modules by name; here regions are found by the rules of the operators.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from autopar.ir.graph import arguments, insert_call, is_call, run_fake, set_argument
+from autopar.ir.graph import arguments, insert_call, run_fake, set_argument
 from autopar.ir.meta import TYPES, inherit
-from autopar.passes.stage.tile_regions import SIZED, TileRegion, tile_sizes
+from autopar.passes.stage.tile_regions import DRAWS, SIZED, TileRegion, tile_sizes
 
-aten, ours = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 
 def tile_tokens(gm: GraphModule, region: TileRegion, count: int) -> None:
@@ -82,27 +82,32 @@ class _Tiles:
             node = following
 
     def _split(self, x: Node, dim: int) -> list[Node]:
-        parts = insert_call(self.last, aten.split_with_sizes.default, (x, list(self.sizes), dim), like=self.last)
+        sizes = [self._rows(x, size) for size in self.sizes]
+        parts = insert_call(self.last, aten.split_with_sizes.default, (x, sizes, dim), like=self.last)
         return [self._note(insert_call(self.last, operator.getitem, (parts, i)), x) for i in range(len(self.sizes))]
 
     def _copy(self, call: Node, copies: dict[Node, Node], number: int, start: int, size: int) -> Node:
         args, kwargs = map_arg((call.args, call.kwargs), lambda n: copies.get(n, n))
-        if call.target in SIZED:
-            args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
-        val = self.values.get((call, size))
+        index = self._index(call, start, size) if call.target in DRAWS else None
         made = insert_call(self.last, call.target, args, kwargs, like=call, val=call.meta["val"])  # type: ignore[arg-type]
         made.meta["tile"] = number
         if call.target in SIZED:
             set_argument(made, SIZED[call.target], self._shape(call, size))
-        if is_call(call, ours.dropout.default, ours.random.default):
-            set_argument(made, "index", self._index(call, start, size))
-        made.meta["val"] = self.values[call, size] = _value(made) if val is None else val
+        if index is not None:
+            set_argument(made, "index", index)
+        if (call, size) not in self.values:
+            self.values[call, size] = run_fake(made.graph, made.target, made.args, made.kwargs)  # type: ignore[arg-type]
+        made.meta["val"] = self.values[call, size]
         return self._note(made, call)
 
     def _shape(self, call: Node, size: int) -> list[int]:
         shape = list(call.meta["val"].shape)
-        shape[self.region.dims[call]] = size
+        shape[self.region.dims[call]] = self._rows(call, size)
         return shape
+
+    def _rows(self, x: Node, size: int) -> int:
+        """Rows of a value for so many tokens."""
+        return size * x.meta["val"].shape[self.region.dims[x]] // self.region.tokens  # type: ignore[no-any-return]
 
     def _index(self, call: Node, start: int, size: int) -> list[Node]:
         """The global indices of the elements of a tile."""
@@ -110,13 +115,10 @@ class _Tiles:
         shape = call.meta["val"].shape
         index = list(known) or [insert_call(self.last, aten.arange.default, (n,), {"device": device}) for n in shape]
         dim = self.region.dims[call]
-        index[dim] = insert_call(self.last, aten.narrow.default, (index[dim], 0, start, size))
+        rows = self._rows(call, start), self._rows(call, size)
+        index[dim] = insert_call(self.last, aten.narrow.default, (index[dim], 0, *rows))
         return index
 
     def _note(self, node: Node, like: Node) -> Node:
         inherit(node, like, ("placements", "result_placements", "derived", "global_groups", "has_gradient"))
         return node
-
-
-def _value(node: Node) -> Any:
-    return run_fake(node.graph, node.target, node.args, node.kwargs)  # type: ignore[arg-type]
