@@ -251,8 +251,6 @@ class Plan:
             lines.append(
                 f"  losses in {self.loss_chunks} chunks of tokens, their gradients in the {self.loss_gradients}"
             )
-        if self.tiles > 1:
-            lines.append(f"  what treats every token by itself in {self.tiles} tiles of tokens")
         lines += checkpoint_lines(self.checkpoints)
         lines += [f"  note {subject}: {reason}" for subject, reason in self.notes]
         return "\n".join(lines)

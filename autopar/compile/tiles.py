@@ -1,9 +1,8 @@
-"""Whether regions that compute every token by itself run in tiles, so that their inner values never exist for all tokens
-at once.
+"""Whether regions that compute every token by itself run in tiles, so that their inner values never exist for all
+tokens at once.
 
-The options or the plan decide. Under a memory limit, if the whole regions would need recomputation, both are compiled,
-and the one that takes less time for recomputation and copies is used: a tile's inner values are computed twice, and an
-exchange of two tensors that exist anyway for many that need not.
+The options or the plan decide. Under a memory limit, if whole regions would need recomputation, both are compiled, and
+what takes less time for recomputation and copies is used. The inner values of a tile are always computed twice.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def in_tiles(
         raise _refused(count, len(graphs) > 1)
 
     def tried(tiles: int) -> Compiled:
-        ctx.plan = replace(plan, tiles=tiles)
+        ctx.plan = replace(plan, tiles=tiles, notes=_noted(plan, regions, tiles))
         return attempt(_tiled(graphs, tiles, plan))
 
     if count or plan.options.ac_policy != AUTO:
@@ -59,6 +58,16 @@ def regions_of(gm: GraphModule, plan: Plan) -> list[TileRegion]:
         parts = main_parts(gm, plan.pipeline.split_points)
         part_of = {n: k for k, nodes in enumerate(parts) for n in nodes}
     return tile_regions(gm, part_of)
+
+
+def _noted(plan: Plan, regions: Sequence[TileRegion], count: int) -> tuple[tuple[str, str], ...]:
+    """The notes of a plan, with one of what tiles save."""
+    notes = tuple(note for note in plan.notes if note[0] != "tiles")
+    if count == 1:
+        return notes
+    inner = max(region.inner_bytes for region in regions)
+    saves = f"{math.ceil(inner / count):,} bytes of inner values at a time instead of {inner:,}"
+    return *notes, ("tiles", f"{len(regions)} regions run in {count} tiles of tokens: {saves}")
 
 
 def _refused(count: int, sliced: bool) -> ValueError:

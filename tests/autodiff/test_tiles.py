@@ -204,7 +204,7 @@ def test_under_a_limit_they_come_where_they_help(monkeypatch: pytest.MonkeyPatch
     fits, tight = wide(memory_limit=everything), wide(memory_limit=round(0.8 * least))
     assert (fits.plan.tiles, fits.plan.checkpoints) == (1, ())
     assert tight.plan.tiles == 16 and memory(tight).peak <= 0.8 * least
-    assert "in 16 tiles of tokens" in str(tight.plan)
+    assert "2 regions run in 16 tiles of tokens: " in str(tight.plan)
     plan = Plan.from_json(tight.plan.to_json())
     assert plan == tight.plan
     model, batch = tiny("llama", layers=2, hidden_size=16, intermediate_size=256)

@@ -32,6 +32,7 @@ from autopar.ir.meta import names_of_parameters
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
 from autopar.ops.traits import COLLECTIVES, CONVOLUTIONS, COPIES, LOCAL, PRODUCTS, is_choice, is_random, is_view
 from autopar.rules import RULES, Call, Rule, RuleError
+from autopar.rules.channel_regions import maker_of
 from autopar.rules.derived import DerivedRule
 from autopar.rules.known_rules import known_rule
 from autopar.rules.rule import Cat, Dim, Dims, factors_of
@@ -49,9 +50,9 @@ _APART = (OWN_BACKWARD, RESULT, *COLLECTIVES, *LOCAL, *COPIES)
 
 @dataclass(frozen=True)
 class TileRegion:
-    """``calls``: in order. ``dims``: value -> its dim of tokens, for values inside and those that enter. ``tokens``: size
-    of these dims, or what it is a multiple of (the rows of experts). ``given``: values that enter and have tokens.
-    ``made``: values that leave."""
+    """``calls``: in order. ``dims``: value -> its dim of tokens, for values inside and those that enter. ``tokens``:
+    the size of these dims, or what it is a multiple of (the rows of experts). ``given``: values that enter and have
+    tokens. ``made``: values that leave."""
 
     calls: tuple[Node, ...]
     dims: Mapping[Node, int]
@@ -178,10 +179,10 @@ class _Tokens:
         queue = deque([start])
         while queue:
             value = queue.popleft()
-            maker = value.args[0] if getitem_index(value) is not None else value
-            for call in (maker, *value.users):
-                rule = self.rule(call) if isinstance(call, Node) else None
-                for x, at in ((self.dims_of(call, rule, value) or {}) if rule is not None else {}).items():
+            for call in (maker_of(value), *value.users):
+                rule = self.rule(call)
+                found = self.dims_of(call, rule, value) if rule is not None else None
+                for x, at in (found or {}).items():
                     if x not in self.dims and x not in self.weights:
                         self.dims[x] = at
                         queue.append(x)
@@ -191,22 +192,23 @@ class _Tokens:
         """Calls that compute every token by itself -> the dims of tokens of their operands and results."""
         found: dict[Node, dict[Node, int]] = {}
         for call in self.gm.graph.nodes:
-            if getitem_index(call) is not None:
-                if call.args[0] in found:
-                    found[call] = {call: self.dims[call]} if call in self.dims else {}
-                continue
-            rule = self.rule(call)
-            known = [x for x, dims in self.values(call, rule) if x in self.dims and dims is not None] if rule else []
-            if rule is None or not known:
-                continue
-            dims = self.dims_of(call, rule, known[0])
-            drawn = call.target in DRAWS
-            operands = tensor_operands(call)[:1] if drawn else tensor_operands(call)
-            if dims is None or any(self.dims.get(x, dims.get(x)) != dims.get(x) for x in operands):
-                continue
-            if all(dims.get(x) == self.dims.get(x) for x in self._results(call)):
+            if getitem_index(call) is None:
+                dims = self._dims_of_member(call)
+            else:  # an entry of a tuple goes with its call
+                dims = {x: self.dims[x] for x in (call,) if x in self.dims} if call.args[0] in found else None
+            if dims is not None:
                 found[call] = dims
         return found
+
+    def _dims_of_member(self, call: Node) -> dict[Node, int] | None:
+        rule = self.rule(call)
+        known = [x for x, dims in self.values(call, rule) if x in self.dims and dims is not None] if rule else []
+        dims = self.dims_of(call, rule, known[0]) if rule is not None and known else None
+        if dims is None:
+            return None
+        operands = tensor_operands(call)[:1] if call.target in DRAWS else tensor_operands(call)
+        fit = all(self.dims.get(x, dims.get(x)) == dims.get(x) for x in operands)
+        return dims if fit and all(dims.get(x) == self.dims.get(x) for x in self._results(call)) else None
 
     def _results(self, call: Node) -> list[Node]:
         """Those that have tokens."""

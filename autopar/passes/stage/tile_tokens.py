@@ -107,7 +107,7 @@ class _Tiles:
 
     def _rows(self, x: Node, size: int) -> int:
         """Rows of a value for so many tokens."""
-        return size * x.meta["val"].shape[self.region.dims[x]] // self.region.tokens  # type: ignore[no-any-return]
+        return size * x.meta["val"].shape[self.region.dims[x]] // self.region.tokens
 
     def _index(self, call: Node, start: int, size: int) -> list[Node]:
         """The global indices of the elements of a tile."""
