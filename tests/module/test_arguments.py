@@ -194,7 +194,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "cp_recurrences": ("channels", "channels"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
     "static_inputs": ("grid,kinds", ("grid", "kinds")), "activation_checkpoint": ("full", "full"),
-    "loss_chunks": ("8", 8), "replicas": ("4", 4),
+    "loss_chunks": ("8", 8), "tiles": ("8", 8), "replicas": ("4", 4),
     "activation_offload": ("1GB", 10**9), "token_dispatcher": ("alltoall_dedup", "alltoall_dedup"),
     "expert_axis": ("dp", "dp"), "target_hardware": ("h100", "H100"), "capacity_factor": ("1.25", 1.25),
     "aux_loss_scope": ("microbatch",) * 2,
