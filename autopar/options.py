@@ -237,6 +237,12 @@ class Options:
         "compute the loss in this many chunks of tokens, with the logits of one chunk in memory; 1: all at once",
         "with a memory_limit as many as it needs, else 8 for logits of 1 GiB or more if that costs no time",
     )  # fmt: skip
+    tiles: int = _option(
+        0, COUNT,
+        "compute what treats every token by itself (MLPs with their norms) in this many tiles of tokens, forward and "
+        "backward, with the inner values of one tile in memory; 1: all tokens at once",
+        "with a memory_limit as many as it needs, else 1",
+    )  # fmt: skip
     attention: str = _option(
         "auto",
         ValueKind(a_text, shown="NAME|F+B"),
@@ -350,7 +356,7 @@ OTHER_WORDS = {
     "layout": "cp_load_balance", "device": "target_hardware", "whole_ops": "replicate_ops",
     "constants": "static_inputs", "exact": "lift_to_float64", "sync": "broadcast_weights",
     "check_batches": "check_replica_inputs", "shapes": "padding", "compile": "backend",
-    "inputs": "example_batch",
+    "inputs": "example_batch", "tiled_mlp": "tiles", "tiled_mlp_num_shards": "tiles", "sequence_tiles": "tiles",
 }  # names in other libraries and earlier versions -> option, or argument of parallelize  # fmt: skip
 DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}
 Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.full_help}." for o in DECLARED.values())])

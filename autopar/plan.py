@@ -128,7 +128,8 @@ class Plan:
     ``batch_dims``: input -> its batch dim, None for an unbatched one; empty where nothing shards the batch.
     ``shares``: what each axis shards, and what stands in the way. ``checkpoints``: the layers whose backward recomputes
     something. ``loss_chunks``: in how many chunks losses are computed. ``loss_gradients``: what computes the gradients
-    of these chunks, the "forward" or, with their logits a second time, the "backward". ``draws``: whether steps draw
+    of these chunks, the "forward" or, with their logits a second time, the "backward". ``tiles``: in how many tiles of
+    tokens the regions run that treat every token by itself. ``draws``: whether steps draw
     random numbers. ``products``: with products in few bits, the weight of each linear layer -> why its products stay
     wide, or "" if they are scaled. (FLOPs of shares, checkpoints and loss chunks are known once a batch is compiled.)
     """
@@ -150,6 +151,7 @@ class Plan:
     checkpoints: tuple[LayerCheckpoint, ...] = ()
     loss_chunks: int = 0
     loss_gradients: str = ""
+    tiles: int = 0
     draws: bool = False
     products: Mapping[str, str] = field(default_factory=dict)
 
@@ -182,6 +184,7 @@ class Plan:
             checkpoints=(),
             loss_chunks=0,
             loss_gradients="",
+            tiles=0,
         )
 
     def override(self, changes: Mapping[str, Mapping[str, Placement | str]]) -> Plan:
@@ -305,7 +308,7 @@ def _renamed(value: Any) -> Any:
         return value
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
-    added = {"loss_gradients": "", "draws": False, "products": {}}
+    added = {"loss_gradients": "", "tiles": 0, "draws": False, "products": {}}
     if isinstance(streams := value.get("streams"), list):
         value = value | {"streams": [_STREAM | s if isinstance(s, dict) else s for s in streams]}
     return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, **added, **value}

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from autopar.ac_policies import AUTO
-from autopar.compile.ac_solver import LimitError
+from autopar.compile.trials import best_of, recompute_seconds
 from autopar.ir.graph import copy_graph, nbytes
 from autopar.passes.stage.chunk_losses import Head, chunk_losses, heads, pending_logits
 from autopar.plan import Plan
@@ -97,39 +97,16 @@ def _best(
     ways: Sequence[tuple[int, str]],
     losses: Collection[str],
     attempt: Callable[[Sequence[Made]], Compiled],
-    cost: Callable[[Compiled], float] | None = None,
+    cost: Callable[[Compiled], float] = recompute_seconds,
 ) -> Compiled:
-    """The first option that costs nothing, or the one that costs least, with its name in the plan. cost: by default
-    the seconds of recomputation."""
-    cost = cost or _seconds
+    """The best way, with its name in the plan. cost: by default the seconds of recomputation."""
 
     def tried(way: tuple[int, str]) -> Compiled:
         assert ctx.plan is not None
         ctx.plan = replace(ctx.plan, loss_chunks=way[0], loss_gradients=way[1])
         return _as_made(attempt(_chunked(graphs, way[0], losses)))
 
-    if len(ways) == 1:
-        return tried(ways[0])
-    found: list[tuple[Compiled, tuple[int, str]]] = []
-    errors: list[LimitError] = []
-    with ctx.unobserved() as watched:
-        for way in ways:
-            try:
-                found.append((tried(way), way))
-            except LimitError as error:
-                errors.append(error)
-            if found and not cost(found[-1][0]):
-                break
-    if not found:
-        raise min(errors, key=lambda error: error.least)
-    best, way = min(found, key=lambda pair: cost(pair[0]))
-    ctx.plan = best.plan
-    return tried(way) if watched else best
-
-
-def _seconds(made: Compiled) -> float:
-    """The time spent on recomputation."""
-    return sum(layer.seconds for layer in made.plan.checkpoints)
+    return best_of(ctx, ways, tried, cost)
 
 
 def _free_chunks(found: Sequence[Head], plan: Plan) -> int:

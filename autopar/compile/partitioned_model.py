@@ -17,6 +17,7 @@ from autopar.compile.loss_chunks import Made, in_chunks
 from autopar.compile.parameters import normalized
 from autopar.compile.slices import samples_of
 from autopar.compile.stages import StageBuilder
+from autopar.compile.tiles import in_tiles
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_code
@@ -100,7 +101,9 @@ class PartitionedModel:
             how = self.ctx, self.train, static, self.tangents, self.slices, self.pre_pass
             return with_checkpoints(StageBuilder(graphs, *how), finished)
 
-        return in_chunks(self.graphs, self.ctx, self.train, attempt)
+        return in_tiles(
+            self.graphs, self.ctx, self.train, lambda tiled: in_chunks(tiled, self.ctx, self.train, attempt)
+        )
 
 
 def graph_to_plan(gm: GraphModule, ctx: Compilation, options: Options) -> GraphModule:

@@ -25,6 +25,7 @@ from autopar.ir.mesh import TokenSlice
 from autopar.passes.autodiff.backward_builder import forward_calls
 from autopar.passes.autodiff.clone_aliased_grads import CloneAliasedGrads
 from autopar.passes.autodiff.differentiate import Differentiated, lowered
+from autopar.passes.autodiff.joint import in_pieces
 from autopar.passes.pipelines import STEP_PASSES
 from autopar.passes.stage.accumulate_gradients import split_accumulation
 from autopar.passes.stage.parameter_graphs import (
@@ -99,10 +100,10 @@ class StageBuilder:
 
     def asks(self, policy: str) -> bool:
         """Whether a policy may recompute something: "model" only what is called within `torch.utils.checkpoint`, "none"
-        nothing; but chunked logits are recomputed in any case."""
+        nothing; but chunked logits and tiles are recomputed in any case."""
         nodes = [node for gm, _ in self.graphs for node in gm.graph.nodes]
         asked = policy == "model" and any("ac_region" in node.meta for node in nodes)
-        return policy not in ("none", "model") or asked or any("chunk" in node.meta for node in nodes)
+        return policy not in ("none", "model") or asked or any(map(in_pieces, nodes))
 
     def names_at(self, k: int, calls: Sequence[int]) -> list[str]:
         """The layers, or modules, of some of the `forward_calls` of a stage."""

@@ -57,6 +57,7 @@ NODES = {
     "number": "int: which of the tensors in the files a placeholder is",
     # of passes
     "chunk": "int: number of the chunk of rows whose logits it computes: nothing of it is saved",
+    "tile": "int: number of the tile of tokens that it computes: nothing of it is saved",
     "most_rows": "tuple[int | None, ...]: rows of each result if routing sends a rank as many as it can",
     "early": "bool: of a gradient, or of a node that leads to it: F computes it",
     "kept": "bool: F saves it for the backward, which recomputes other values",
@@ -78,7 +79,7 @@ GRAPHS = {
     "promise": "Promise: results and communication of a step graph (`autopar.rewrite.step_checks`)",
 }
 
-ORIGIN = ("nn_module_stack", "stack_trace", "ac_region", "chunk")
+ORIGIN = ("nn_module_stack", "stack_trace", "ac_region", "chunk", "tile")
 TRACE = ("nn_module_stack", "stack_trace")
 TYPES = ("placements", "global_shape")
 

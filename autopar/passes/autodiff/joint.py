@@ -93,7 +93,7 @@ class Joint:
         self.parameter_only = self._parameter_only({p for p, name in self.primals.items() if name in kept})
         grads = [g for g in self.gradients.values() if g is not None]
         self.dependent = self._dependent(ancestors(grads))
-        self.always = frozenset(n for n in self.made if n.op == "call_function" and "chunk" in n.meta)
+        self.always = frozenset(n for n in self.made if n.op == "call_function" and in_pieces(n))
         self.recomputed = self.always
         self.offloaded = frozenset[Node]()
         self._taken = [x for node in self.dependent for x in node.all_input_nodes] + grads
@@ -266,6 +266,11 @@ def _copy_between(graph: Graph, target: Any, x: Node) -> Node:
     inherit(node, x, ORIGIN)
     node.meta["val"] = x.meta["val"]
     return node
+
+
+def in_pieces(node: Node) -> bool:
+    """Whether it is computed chunk by chunk of a loss, or tile by tile of a region, so that it is never saved."""
+    return "chunk" in node.meta or "tile" in node.meta
 
 
 def part_of_view(node: Node) -> bool:
