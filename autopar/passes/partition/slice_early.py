@@ -1,9 +1,10 @@
-"""slice_early: compute only the needed shard of values without gradient.
+"""slice_early: compute only the needed shard of values that ranks hold alike.
 
 Consumes    a global graph with placements.
-Guarantees  a value without gradient (a rotary table, positions, a mask, shifted labels) of which only one shard is used
-            is computed sharded, from slices as far up as the rules allow; no op computes more than before.
-Leaves      shapes, which stay global; values with a gradient; token slices and microbatches.
+Guarantees  a value (a rotary table, positions, a mask, shifted labels, embeddings of positions) of which only one shard
+            is used is computed sharded, from slices as far up as the rules allow; no op computes more than before.
+Leaves      shapes, which stay global; Invariant values with a gradient, as their slices exchange it; token slices and
+            microbatches.
 
     angle = mul(positions, frequency)    -->    positions_s = convert(positions, "cp", I, S(0))
     cos = cos(angle)                            angle = mul(positions_s, frequency)          # cp: S(0)
@@ -34,7 +35,7 @@ from autopar.rules import RuleError, has_rule, rule_of, set_results, type_of
 
 
 class SliceEarly(Pass):
-    """Moves slices of values without gradient towards the inputs, axis by axis."""
+    """Moves slices towards the inputs, axis by axis."""
 
     name = "slice_early"
     requires = ("placements",)
@@ -59,10 +60,10 @@ class _Moves:
                 self.slices[node.args[0], conversion_of(node)[2]] = node
 
     def _is_slice(self, node: Node) -> bool:
-        if not is_conversion(node) or has_gradient(node):
+        if not is_conversion(node):
             return False
         axis, src, dst = conversion_of(node)
-        return axis == self.axis and isinstance(src, (Invariant, Replicate)) and isinstance(dst, Shard)
+        return axis == self.axis and _may_slice(node, src) and isinstance(dst, Shard)
 
     def run(self) -> bool:
         """Whether a slice was moved."""
@@ -109,8 +110,8 @@ class _Moves:
         operands = list(zip(tensor_operands(node), rule.required(cut), strict=True))
         for x, need in operands:
             if isinstance(need, Shard):
-                if has_gradient(x) or not isinstance(placement(x, self.axis), (Invariant, Replicate)):
-                    raise RuleError(f"{x.name} is not a replicated value without gradient")
+                if not _may_slice(x, placement(x, self.axis)):
+                    raise RuleError(f"slicing {x.name} would exchange its gradient")
                 found[x] = need
         if any(x in found and need != found[x] for x, need in operands):
             raise RuleError("an operand is needed in two ways")
@@ -130,6 +131,11 @@ class _Moves:
         for axis in self.ctx.mesh.cut_order:
             set_results(new, axis, [shard] if axis == self.axis else type_of(new, axis, self.ctx.mesh))
         return new
+
+
+def _may_slice(x: Node, have: Placement) -> bool:
+    """Whether a slice of a value is local, and its derivative too: of a Replicate value, each rank's own addend."""
+    return isinstance(have, Replicate) or (isinstance(have, Invariant) and not has_gradient(x))
 
 
 def _is_computed(node: Node) -> bool:
