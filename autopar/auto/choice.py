@@ -16,6 +16,7 @@ from autopar.auto.explanation import Explanation, explain
 from autopar.auto.pricing import Pricing
 from autopar.auto.search import Found, search
 from autopar.auto.space import SEARCHED, Question, Space
+from autopar.auto.stored_costs import stored
 from autopar.compile.model import compile_model
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
@@ -60,7 +61,13 @@ def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> 
     eight = "fp8" if options.precision.product and options.precision.scaling != "block" else ""
     what_if = {"compute": asked.compute or eight, "topology": options.topology}
     pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
-    found = _checked(search(Space(question), pricing, asked.finish), model, asked.carried)
+    found = stored(
+        model.values,
+        (question, cluster, [group.data for group in cluster.groups], stack, pricing.what_if, pricing.memory_limit,
+         asked.finish, sorted(asked.carried.items())),
+        lambda: _checked(search(Space(question), pricing, asked.finish), model, asked.carried),
+        lambda value: isinstance(value, Found), "", "a search",
+    )  # fmt: skip
     if found.choice is not None:
         found = replace(found, choice=replace(found.choice, layout=pricing.cut(found.choice.layout)))
     explanation = explain(found, pricing)

@@ -79,6 +79,8 @@ class CostedModel:
         self.lists = layer_lists(model)
         self._captures: dict[Hashable, GraphModule] = {}
         self._partitioned: dict[Hashable, PartitionedModel] = {}  # what checkpoint policies have in common
+        self._dense: dict[Hashable, Compiled] = {}  # samples without experts: the same for any number of ranks of ep
+        self._experts: dict[tuple[int, ...], bool] = {}
         self._costs: dict[Placement, CostsByRows] = {}
 
     @classmethod
@@ -177,19 +179,24 @@ class CostedModel:
         return found
 
     def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
-        shards = placement.ep > 1 or placement.expert_axis != "ep"
-        dense = shards and not self._has_experts(lengths)
-        if (
-            dense
-        ):  # to these layers, ranks of ep are data parallel: any number costs the same, but for sums of gradients
-            placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
-        mesh = Mesh.of(**{"dp": 2, **placement.mesh.sizes}) if dense else placement.mesh
-        return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), dense)
+        mesh = placement.mesh
+        if (placement.ep == 1 and placement.expert_axis == "ep") or self._has_experts(lengths):
+            return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), False)
+        # To layers without experts, ranks of ep are data parallel: any number costs the same, but for sums of gradients.
+        placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
+        key = lengths, rows, placement, like is None
+        if key not in self._dense:
+            mesh = Mesh.of(dp=2, **placement.mesh.sizes)
+            self._dense[key] = self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like)
+        return _Short(lengths, self._dense[key], True)
 
     def _has_experts(self, lengths: tuple[int, ...]) -> bool:
         """Whether a model of lists with these lengths has experts."""
-        alone = Placement()
-        return bool(dispatches(self._compiled(lengths, ROWS[0], alone.mesh, alone.options).local))
+        if lengths not in self._experts:
+            alone = Placement()
+            one = self._compiled(lengths, ROWS[0], alone.mesh, alone.options)
+            self._experts[lengths] = bool(dispatches(one.local))
+        return self._experts[lengths]
 
     @compiling
     def _compiled(

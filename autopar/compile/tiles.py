@@ -38,6 +38,9 @@ def in_tiles(
     count = plan.tiles or plan.options.tiles
     if not train:
         return attempt(graphs)
+    if count == 1 or (not count and plan.options.ac_policy != AUTO):
+        ctx.plan = replace(plan, tiles=1, notes=_noted(plan, (), 1))
+        return attempt(graphs)
     regions = regions_of(graphs[0][0], plan) if len(graphs) == 1 else []
     if count > 1 and not regions:
         raise _refused(count, len(graphs) > 1)
@@ -46,8 +49,8 @@ def in_tiles(
         ctx.plan = replace(plan, tiles=tiles, notes=_noted(plan, regions, tiles))
         return attempt(_tiled(graphs, tiles, plan))
 
-    if count or plan.options.ac_policy != AUTO:
-        return tried(count or 1)
+    if count:
+        return tried(count)
     return best_of(ctx, list(dict.fromkeys((1, _enough(regions)))), tried)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
 from torch.fx import GraphModule, Node
@@ -13,6 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, scaled_blocks
 from autopar.plan import Stream
 from autopar.rules import Rule, RuleError, has_rule, rule_of
+from autopar.rules.rule import Dims
 
 
 def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis: str) -> dict[Node, Shard]:
@@ -53,25 +54,29 @@ def spread_label(
     def relaxed_rule(call: Node) -> Rule:
         return rule_of(call, axis, mesh, relaxed=True)
 
-    def spread(call: Node, rule: Rule, dims: tuple | None, value: Shard) -> None:  # type: ignore[type-arg]
+    def may_carry(node: Node) -> bool:
+        return node not in labels and node not in barred and (inputs or node.op != "placeholder")
+
+    def spread(call: Node, place: Callable[[Rule], Dims | None], value: Shard) -> None:
+        operands, several = tensor_operands(call), isinstance(call.meta["val"], (list, tuple))
+        made = {u: i for u in call.users if (i := getitem_index(u)) is not None} if several else {call: 0}
+        if not any(map(may_carry, (*operands, *made))):
+            return
+        rule = relaxed_rule(call)
+        dims = place(rule)
         if dims is None:
             return
         try:
             cut = rule.completed(rule.cut_of(dims, value, ranks))
-            operands = [None if d is None else rule.shard_of(d, cut) for d in rule.operands]
-            results = [rule.shard_of(d, cut) for d in rule.results]
+            of_operands = [None if d is None else rule.shard_of(d, cut) for d in rule.operands]
+            of_results = [rule.shard_of(d, cut) for d in rule.results]
         except RuleError:
             return
-        if results[0] is None:
+        if of_results[0] is None:
             return  # contracted
-        found = list(zip(tensor_operands(call), operands, strict=True))
-        if isinstance(call.meta["val"], (list, tuple)):
-            found += [(u, results[i]) for u in call.users if (i := getitem_index(u)) is not None]
-        else:
-            found.append((call, results[0]))
-        for node, label in found:
-            passes = node not in labels and node not in barred and (inputs or node.op != "placeholder")
-            if label is not None and passes:
+        results = [(node, of_results[i]) for node, i in made.items()]
+        for node, label in (*zip(operands, of_operands, strict=True), *results):
+            if label is not None and may_carry(node):
                 labels[node] = label
                 queue.append(node)
 
@@ -80,12 +85,10 @@ def spread_label(
         index = getitem_index(node)
         maker = node if index is None else node.args[0]
         if isinstance(maker, Node) and maker.op == "call_function" and has_rule(maker):
-            rule = relaxed_rule(maker)
-            spread(maker, rule, rule.results[index or 0], labels[node])
+            spread(maker, lambda rule, i=index or 0: rule.results[i], labels[node])  # type: ignore[misc]
         for user in node.users:
             if user.op == "call_function" and has_rule(user) and getitem_index(user) is None:
-                rule = relaxed_rule(user)
                 for i, x in enumerate(tensor_operands(user)):
                     if x is node:
-                        spread(user, rule, rule.operands[i], labels[node])
+                        spread(user, lambda rule, i=i: rule.operands[i], labels[node])  # type: ignore[misc]
     return labels
