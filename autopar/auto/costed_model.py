@@ -182,7 +182,7 @@ class CostedModel:
         mesh = placement.mesh
         if (placement.ep == 1 and placement.expert_axis == "ep") or self._has_experts(lengths):
             return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), False)
-        # To layers without experts, ranks of ep are data parallel: any number costs the same, but for sums of gradients.
+        # To layers without experts, ranks of ep are data parallel: any number costs the same but for sums of gradients
         placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
         key = lengths, rows, placement, like is None
         if key not in self._dense:
