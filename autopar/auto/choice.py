@@ -14,7 +14,7 @@ from typing import Any
 from autopar.auto.costed_model import CostedModel, shortened
 from autopar.auto.explanation import Explanation, explain
 from autopar.auto.pricing import Pricing
-from autopar.auto.search import Found, search
+from autopar.auto.search import FINALISTS, Found, search
 from autopar.auto.space import SEARCHED, Question, Space
 from autopar.auto.stored_costs import stored
 from autopar.compile.model import compile_model
@@ -101,14 +101,15 @@ def question_of(model: CostedModel, asked: Asked, cluster: Cluster) -> Question:
 def _checked(found: Found, model: CostedModel, carried: Mapping[str, Any]) -> Found:
     """The same with the simplest layout that the compiler takes as the choice."""
     refusals, close = found.refusals.copy(), list(found.close)
-    slower = sorted((c for c in found.priced if c.price.fits and c not in close), key=lambda c: c.seconds)
+    others = (c for c in found.priced if c.price.fits and c not in close)
+    slower = sorted(others, key=lambda c: c.seconds)[:FINALISTS]  # each is compiled
     while close and (reason := refusal_of(model, close[0].layout, carried)):
         refusals[reason] += 1
         close.pop(0)
         if not close and slower:
             close.append(slower.pop(0))
     if found.close and not close:
-        raise ValueError(f"auto: the compiler refuses every layout that fits: {refusals.most_common(1)[0][0]}")
+        raise ValueError(f"auto: the compiler refuses the fastest layouts that fit: {refusals.most_common(1)[0][0]}")
     return replace(found, choice=close[0] if close else None, close=tuple(close), refusals=refusals)
 
 

@@ -28,10 +28,10 @@ CHUNKS = (1, 4, 16)
 LARGE = 64  # of 8192 tokens
 
 
-def made(work: Workload, chunks: int) -> tuple[Any, dict[str, torch.Tensor]]:
+def made(work: Workload, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """A module that has made a step, and its batch."""
     mesh = autopar.init_mesh("cpu", 600.0, dp=1)
-    parallel, batch = autopar.parallelize(work.model(), mesh, loss_chunks=chunks), work.tokens()
+    parallel, batch = autopar.parallelize(work.model(), mesh, **options), work.tokens()
     parallel.train_step(**batch)
     parallel.zero_grad()
     return parallel, batch
@@ -57,7 +57,7 @@ def formula(work: Workload, chunks: int) -> float:
 def table(small: bool, rounds: int) -> str:
     """On the one rank."""
     work = replace(HEAD, vocab=4096) if small else HEAD
-    steps = {chunks: made(work, chunks) for chunks in CHUNKS}
+    steps = {chunks: made(work, loss_chunks=chunks) for chunks in CHUNKS}
     rows = [
         "| tokens | chunks | processor s, min | to whole logits | peak MB | said | formula |",
         "|---|---|---|---|---|---|---|",
@@ -75,7 +75,7 @@ def table(small: bool, rounds: int) -> str:
         times = f"{min(found):.2f} | {min(found) / min(seconds[1]):.2f}"
         rows.append(f"| {size} | {chunks} | {times} | {mb:.0f} | {said:.0f} | {formula(work, chunks):.0f} |")
     large = replace(work, batch=4 * work.batch)
-    mb, said = peaks(large, *made(large, LARGE))
+    mb, said = peaks(large, *made(large, loss_chunks=LARGE))
     rows.append(f"| {4 * size} | {LARGE} | | | {mb:.0f} | {said:.0f} | {formula(large, LARGE):.0f} |")
     return "\n".join(rows)
 

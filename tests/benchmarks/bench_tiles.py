@@ -11,45 +11,20 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
-from typing import Any
 
-import torch
+from bench_loss_chunks import made, peaks
 from common import Workload, publish
 
-import autopar
-from autopar.compile.model import compile_model
-from autopar.cost.memory import memory
-from autopar.ir.mesh import Mesh
-from tests.benchmarks.meter import Meter
 from tests.support.ranks import run_ranks
 
 MODEL = Workload(hidden=128, layers=2, inner=1024, heads=2, vocab=256, batch=32, length=2048)
 TILES = (1, 4, 16)
 
 
-def made(work: Workload, tiles: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A module that has made a step, and its batch."""
-    mesh = autopar.init_mesh("cpu", 600.0, dp=1)
-    how: dict[str, Any] = {"tiles": tiles, "activation_checkpoint": "full", "loss_chunks": 16}
-    parallel, batch = autopar.parallelize(work.model(), mesh, **how), work.tokens()
-    parallel.train_step(**batch)
-    parallel.zero_grad()
-    return parallel, batch
-
-
-def peaks(work: Workload, parallel: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """(metered, said) MB of a step, without an optimizer."""
-    with Meter([list(parallel.parameters()), list(parallel.buffers()), batch]) as meter:
-        parallel.train_step(**batch)
-    parallel.zero_grad()
-    said = memory(compile_model(work.model(), batch, Mesh.of(dp=1), plan=parallel.plan, outputs=()))
-    return meter.peak / 1e6, (said.peak - said.optimizer) / 1e6
-
-
 def table(small: bool, rounds: int) -> str:
     """On the one rank."""
     work = replace(MODEL, batch=1) if small else MODEL
-    steps = {tiles: made(work, tiles) for tiles in TILES}
+    steps = {tiles: made(work, tiles=tiles, activation_checkpoint="full", loss_chunks=16) for tiles in TILES}
     rows = ["| tokens | tiles | processor s, min | to whole | peak MB | said |", "|---|---|---|---|---|---|"]
     held = {tiles: peaks(work, *steps[tiles]) for tiles in TILES}
     seconds: dict[int, list[float]] = {tiles: [] for tiles in TILES}

@@ -20,7 +20,7 @@ from autopar.options import Options
 from autopar.precision import PRECISIONS, Precision
 from autopar.steps.graphs import Compiled
 from tests.support.ranks import refusal, run_ranks
-from tests.zero.test_few_bits import EXACT, chain, worst
+from tests.zero.test_few_bits import EXACT, trained, worst
 
 E4 = torch.float8_e4m3fn
 BLOCKS = dataclasses.replace(EXACT, scaling="block")
@@ -221,28 +221,9 @@ def padded() -> str:
 # --- training --------------------------------------------------------------------------------------------------
 
 
-def trained(steps: int) -> dict[str, float]:
-    """Mean loss of the last tenth of the steps, by policy."""
-    means = {}
-    for policy in ("bf16", "mxfp8"):
-        torch.manual_seed(0)
-        model = made("llama")[0].float()
-        mesh, generator = autopar.init_mesh("cpu", 60.0, dp=1), torch.Generator().manual_seed(1)
-        ids = chain(generator, 8, 32)
-        parallel = autopar.parallelize(model, mesh, precision=policy, example_batch={"input_ids": ids, "labels": ids})
-        optimizer, losses = torch.optim.AdamW(parallel.parameters(), 3e-3), []
-        for _ in range(steps):
-            losses.append(float(parallel.train_step(input_ids=ids, labels=ids)))
-            optimizer.step()
-            optimizer.zero_grad()
-            ids = chain(generator, 8, 32)
-        means[policy] = sum(losses[-steps // 10 :]) / len(losses[-steps // 10 :])
-    return means
-
-
 @pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_the_loss_is_within_a_percent_of_that_in_bfloat16(steps: int) -> None:
-    means = run_ranks(1, trained, steps, timeout=120)[0]
+    means = run_ranks(1, trained, made, ("bf16", "mxfp8"), 8, 32, steps, timeout=120)[0]
     assert means["bf16"] < 4.1, "it learns"
     assert means["mxfp8"] != means["bf16"]
     assert abs(means["mxfp8"] / means["bf16"] - 1) < 0.01, means
