@@ -179,14 +179,17 @@ class CostedModel:
         return found
 
     def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
+        dense = (placement.ep > 1 or placement.expert_axis != "ep") and not self._has_experts(lengths)
+        apart = dense and placement.ep > 1
+        if dense:
+            placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
         mesh = placement.mesh
-        if (placement.ep == 1 and placement.expert_axis == "ep") or self._has_experts(lengths):
+        if not apart:
             return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), False)
         # To layers without experts, ranks of ep are data parallel: any number costs the same but for sums of gradients
-        placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
         key = lengths, rows, placement, like is None
         if key not in self._dense:
-            mesh = Mesh.of(dp=2, **placement.mesh.sizes)
+            mesh = Mesh.of(dp=2, **mesh.sizes)
             self._dense[key] = self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like)
         return _Short(lengths, self._dense[key], True)
 
@@ -341,9 +344,11 @@ def sample_of(compiled: Sequence[Compiled], counts: tuple[int, ...]) -> Sample:
 
 
 def _elements(compiled: Compiled) -> tuple[float, float, float]:
-    """Elements of a rank's parameters: outside of sharded experts, of sharded experts, of tables that are looked up."""
+    """Elements of a rank's parameters: outside of experts that share an axis of data, of these, of tables that are
+    looked up."""
     mesh, plan = compiled.plan.mesh, compiled.plan
     axis = axis_of_experts(plan.experts)
+    axis = "" if axis == "tp" else axis  # whose shards all have the same gradients' ranks
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     by_name = {n.name: n for n in placeholders(compiled.local)}
     dense = experts = tables = 0.0

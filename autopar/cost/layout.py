@@ -49,7 +49,7 @@ class Placement:
             chosen["sequence_parallel"] = self.sequence_parallel
         if self.cp > 1:
             chosen |= {"attention": self.attention, "cp_load_balance": self.cp_load_balance}
-        if self.ep > 1:
+        if self.ep > 1 or self.expert_axis != "ep":
             chosen |= {"expert_axis": self.expert_axis, "token_dispatcher": self.token_dispatcher}
         return Options(**chosen)
 

@@ -88,6 +88,8 @@ def all_layers(costs: ModelCosts) -> list[Any]:
         ("dense first", Placement(ep=2)),
         ("dense first", Placement(ep=2, tp=2, sequence_parallel=True, policy="full")),
         ("one dense", Placement(tp=2, ep=2)),
+        ("dense first", Placement(cp=2, expert_axis="cp")),
+        pytest.param("dense first", Placement(tp=2, expert_axis="tp", sequence_parallel=True), marks=pytest.mark.full),
     ],
 )
 def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> None:
@@ -121,6 +123,12 @@ def test_a_first_layer_of_its_own_kind_is_told_from_the_head(placement: Placemen
         for way in ("forward", "backward", "again"):
             one, other = (summed([getattr(costs_of, way)], 2) for costs_of in (found, expected))
             assert one | {"moved": 0.0} == pytest.approx(other | {"moved": 0.0}), way
+
+
+def test_experts_are_sharded_on_the_axis_that_the_placement_names() -> None:
+    whole, sharded = (model("dense first").costs(Placement(cp=2, expert_axis=on)) for on in ("ep", "cp"))
+    assert (whole.total("experts"), sharded.total("experts")) == (0, 3 * 4 * 3 * 64 * 64 / 2)  # layers, experts
+    assert whole.total("dense") == sharded.total("dense") + 2 * sharded.total("experts")
 
 
 def check_costs(one: CostedModel, placement: Placement) -> None:
