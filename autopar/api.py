@@ -33,13 +33,13 @@ from autopar.auto.machine import layouts_for, lengthened, rows_of, world_mesh
 from autopar.auto.timed_steps import timed_steps
 from autopar.cache.background_compile import BackgroundCompile
 from autopar.cache.compile_cache import stored_plan, stored_step
-from autopar.capture.front_end import adapter_for, buffers_of, model_dtypes
+from autopar.capture.front_end import adapter_for, as_captured, buffers_of, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
 from autopar.errors import refusal_like
 from autopar.generation import Generation
-from autopar.ir.batch import facts_of, with_static_inputs
+from autopar.ir.batch import facts_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
 from autopar.options import DECLARED, OTHER_WORDS, Options
@@ -351,7 +351,7 @@ def _planned(
             lambda found: found[0], skeleton, batch, mesh, options, given,
         )  # fmt: skip
 
-    examples = [with_static_inputs(batch, options.static_inputs) for batch in examples_of(model, example_batch)]
+    examples = [as_captured(model, batch, options.static_inputs) for batch in examples_of(model, example_batch)]
     return planned_with(examples, model, example_batch is None, plan_of)
 
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
@@ -52,7 +53,7 @@ from autopar.capture.trace.decompositions import fill_diagonal_
 from autopar.capture.trace.deterministic_sets import sets_in_order
 from autopar.capture.trace.export import export, flatten, paths, unflatten
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
-from autopar.ir.batch import static_inputs_of
+from autopar.ir.batch import static_inputs_of, tensors_of, with_static_inputs
 from autopar.ir.compute_dtypes import Dtypes, cast_around, check_dtypes, dtypes_of, stored_by_name
 from autopar.ir.custom_backward import check_contained
 from autopar.ir.exported import (
@@ -80,6 +81,7 @@ __all__ = [
     "OutputSpec",
     "Signature",
     "adapter_for",
+    "as_captured",
     "capture",
 ]
 
@@ -143,6 +145,15 @@ class Adapter(Protocol):
         """Path of an input tensor -> its batch dim, or None for an input without one."""
         ...
 
+    def inputs_from_values(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Inputs that the forward would compute from values of others, in ways that cannot be captured, by name: they
+        are computed for each batch, and passed. ``batch``: of tensors with values."""
+        ...
+
+    def static_inputs(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
+        """The inputs whose values decide shapes in the forward: static, besides those that the user names."""
+        ...
+
     def generation(self, model: nn.Module) -> GenerationFacts:
         """How the model generates tokens. Raises ValueError for one that does not."""
         ...
@@ -174,6 +185,16 @@ ADAPTERS: list[Adapter] = []
 def adapter_for(model: nn.Module) -> Adapter | None:
     """The first registered adapter that matches a model."""
     return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
+
+
+def as_captured(model: nn.Module, batch: Mapping[str, Any], static_inputs: Collection[str]) -> dict[str, Any]:
+    """The batch as a step takes it: with what depends on values in it, and with static inputs as constants."""
+    adapter, out = adapter_for(model), dict(batch)
+    if adapter is None:
+        return with_static_inputs(out, static_inputs)
+    if not any(x.is_meta or isinstance(x, FakeTensor) for x in tensors_of(out).values()):
+        out |= adapter.inputs_from_values(model, out)
+    return with_static_inputs(out, (*static_inputs, *adapter.static_inputs(out)))
 
 
 def buffers_of(model: nn.Module, may_lack: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.ac_policies import AUTO
+from autopar.capture.front_end import as_captured
 from autopar.capture.trace.compiling import compiling
 from autopar.compile.ac_solver import LimitError
 from autopar.compile.parameters import known_batch_dims
 from autopar.compile.partitioned_model import PartitionedModel, graph_to_plan
 from autopar.compile.shared_capture import SharedCapture
-from autopar.ir.batch import with_static_inputs
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
@@ -91,7 +91,7 @@ def capture_step(
 ) -> GraphModule:
     """The graph that `compile_model` compiles, which documents the arguments."""
     known_batch_dims(model, batch, options, fixed)  # for its refusals
-    batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
+    batch, shared = as_captured(model, batch, options.static_inputs), shared or SharedCapture()
     how: dict[str, Any] = {"autocast": autocast, "precision": options.precision, "grad_mode": grad_mode}
     modes = None if train or own_modes else False
     return shared.again(model, batch, train=modes, lift_to_float64=lift_to_float64, **how)
@@ -108,7 +108,7 @@ def capture_example(
 ) -> GraphModule:
     """The graph that `plan_graph` plans. ``shared`` keeps a copy for the first step."""
     known_batch_dims(model, batch, options, fixed)  # for its refusals
-    batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
+    batch, shared = as_captured(model, batch, options.static_inputs), shared or SharedCapture()
     return shared.first(model, batch, lift_to_float64=lift_to_float64, precision=options.precision)
 
 

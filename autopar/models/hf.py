@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from autopar.capture.front_end import ADAPTERS, GenerationFacts
 from autopar.ir.weight_conversion import WeightConversion, as_they_are
-from autopar.models.hf_batches import batch_dims
+from autopar.models.hf_batches import batch_dims, positions_of_images, static_inputs
 from autopar.models.hf_capacity import capped_experts
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_examples import example_batches
@@ -158,6 +158,12 @@ class TransformersAdapter:
     def reference(self, model: nn.Module, capacity: float = 0.0) -> Iterator[None]:
         with exact_experts(model), capped_experts(model, capacity):
             yield
+
+    def inputs_from_values(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        return positions_of_images(model, batch)
+
+    def static_inputs(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
+        return static_inputs(batch)
 
     def generation(self, model: nn.Module) -> GenerationFacts:
         return generation_facts(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]

@@ -1,16 +1,19 @@
-"""Batch dims of the inputs of transformers models."""
+"""The inputs of transformers models: their batch dims, those that are static, positions of images."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.ir.batch import tensors_of
 
+_POSITIONS = "compute_3d_position_ids"
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "input_values")
 PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+SIZES = (*PATCHES.values(), "image_sizes", "spatial_shapes")  # of images and clips
 WITHOUT_BATCH = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
 
 
@@ -30,3 +33,22 @@ def batch_dims(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | No
         if patches in batch and grids in batch:
             out |= {patches: 0, grids: 0}
     return out
+
+
+def static_inputs(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Sizes of images: the model's code loops over them."""
+    return tuple(name for name in SIZES if isinstance(batch.get(name), Tensor) and not batch[name].is_meta)
+
+
+def positions_of_images(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Position ids in time and space, [3, rows, tokens]: the model's code groups the tokens of each row by what they
+    stand for, which would make every batch a graph of its own."""
+    owner = next((m for m in model.modules() if hasattr(m, _POSITIONS)), None)
+    given = {name: value for name, value in batch.items() if value is not None}
+    if owner is None or "input_ids" not in given or "position_ids" in given or "past_key_values" in given:
+        return {}
+    names = inspect.signature(getattr(owner, _POSITIONS)).parameters
+    before = owner.rope_deltas
+    found = getattr(owner, _POSITIONS)(**{name: given.get(name) for name in names})
+    owner.rope_deltas = before  # for generation, which starts from its own prompt
+    return {} if found is None else {"position_ids": found}

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.front_end import as_captured
 from autopar.compile.model import compile_model
+from autopar.ir.batch import without_static_inputs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece, stored_piece
 from autopar.ir.signature import ParameterSpec
@@ -103,7 +105,8 @@ class MeshRun:
     def __init__(
         self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, seed: int = 0
     ) -> None:
-        self.compiled, self.batch, self.mesh, self.seed = compiled, batch, mesh, seed
+        given = without_static_inputs(as_captured(model, batch, compiled.plan.options.static_inputs))
+        self.compiled, self.batch, self.mesh, self.seed = compiled, given, mesh, seed
         self.count = compiled.plan.options.microbatches
         self.cut_order = mesh.with_microbatches(self.count).cut_order
         self.buffers: list[dict[str, Tensor]] = []  # written by the last forward, on every rank

@@ -28,7 +28,6 @@ from autopar.options import Options
 from autopar.steps.of_rank import backwards
 
 IMAGE = 2
-GRIDS = ("image_grid_thw", "mm_token_type_ids")
 DP, CP = {"dp": 2}, {"cp": 2}
 
 
@@ -114,7 +113,7 @@ def _text(sizes: Sizes, places: int) -> dict[str, Tensor]:
 CASES: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
     "LLaVA, cp=2": (llava, CP, {}),
     "LLaVA, dp=2, cp=2": (llava, DP | CP, {"zero": 3}),
-    "Qwen2.5-VL, dp=2": (qwen, DP, {"static_inputs": GRIDS}),
+    "Qwen2.5-VL, dp=2": (qwen, DP, {}),
 }
 ALIKE, SHARED = "all images on every rank", "shared"
 

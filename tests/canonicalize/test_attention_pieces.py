@@ -22,7 +22,6 @@ from tests.support.ranks import run_ranks
 from tests.support.vision_models import qwen_vl
 
 LIMIT = 1e-10
-GRIDS = ("image_grid_thw", "mm_token_type_ids")
 ATTENTION = torch.ops.autopar.attention.default
 
 
@@ -96,9 +95,7 @@ def stepped(grids: Sequence[Sequence[int]], sizes: dict[str, int], options: dict
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     at, parts = autopar.dp_rank_and_size(mesh)
     mine = {name: x.chunk(parts)[at] for name, x in batch.items()}
-    parallel = autopar.parallelize(
-        model, mesh, lift_to_float64=True, example_batch=mine, static_inputs=GRIDS, **options
-    )
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **options)
     loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
     given = {n: g for n, g in expected.gradients.items() if g is not None}
     return max(abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in given.items()))
@@ -119,6 +116,27 @@ def test_qwen_vl_with_images_of_its_own_on_each_rank(grids: Any, sizes: Any, opt
     assert max(run_ranks(2, stepped, grids, sizes, options, timeout=200)) < LIMIT
 
 
+def compiled_for(batches: Sequence[dict[str, Any]]) -> tuple[int, float]:
+    """On a rank: (how many steps are compiled, the largest error)."""
+    model, _ = qwen_vl()
+    mesh = autopar.init_mesh("cpu", 60.0, tp=2)
+    expected = [eager(model, batch).loss for batch in batches]
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=batches[0])
+    found = [float(parallel.train_step(**batch)) for batch in batches]
+    return len(parallel._cache.runners), max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+def test_images_at_other_places_of_the_text_run_as_compiled() -> None:
+    """Sizes of images are part of a graph. Positions of tokens are not, though the model computes them from values."""
+    _, batch = qwen_vl()
+    moved = {name: batch[name].roll(3, 1) for name in ("input_ids", "labels", "mm_token_type_ids")}
+    padded = {**batch, **moved, "attention_mask": (torch.arange(16) < torch.tensor([[16], [14], [16], [15]])).long()}
+    for count, error in run_ranks(2, compiled_for, [batch, {**batch, **moved}, {**batch, **moved}], timeout=200):
+        assert count == 1 and error < LIMIT
+    for _, error in run_ranks(2, compiled_for, [padded], timeout=200):
+        assert error < LIMIT
+
+
 ON_MESHES = [
     (grids, mesh)
     for grids in ((SMALL,) * 4, (SMALL, WIDE) * 2) for mesh in ("dp=2", "tp=2", "cp=2", "dp=2,cp=2")
@@ -130,6 +148,6 @@ UNLIKE = [((SMALL, SMALL, WIDE, WIDE), mesh) for mesh in ("tp=2", "cp=2")]  # wh
 @pytest.mark.parametrize(("grids", "mesh"), [*ON_MESHES, *UNLIKE], ids=str)
 @pytest.mark.parametrize("share", [True, False])
 def test_qwen_vl_on_meshes(grids: Any, mesh: str, share: bool) -> None:
-    options = Options(static_inputs=GRIDS, share_encoders=share)
+    options = Options(share_encoders=share)
     found = check_model(*qwen_vl(grids), Mesh.parse(mesh), options)
     assert found.worst < LIMIT, str(found)

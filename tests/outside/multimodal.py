@@ -255,6 +255,5 @@ TABLE: dict[str, tuple[Callable[[], Made], bool]] = {
     "sam": (_sam, False),
     "videomae": (_videomae, False),
 }
-STATIC_INPUTS = {"qwen2-vl": ("image_grid_thw", "mm_token_type_ids")}
 for _name, (_build, _tokens) in TABLE.items():
-    entry("transformers", _name, "transformers", _tokens, STATIC_INPUTS.get(_name, ()))(_build)
+    entry("transformers", _name, "transformers", _tokens)(_build)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
+from autopar.capture.front_end import as_captured
 from autopar.errors import refusal_like
-from autopar.ir.batch import tensors_of, with_static_inputs
+from autopar.ir.batch import tensors_of
 from autopar.ir.signature import ParameterSpec
 from autopar.ir.traffic import ledger_between, rows_sent
 from autopar.plan import Plan
@@ -456,7 +457,7 @@ class ParallelModule(ModuleFacade):
         check_values(named, differentiated=kind.train)
         if self._fitter is not None and step is None:
             named = self._fitter.fit(named, outputs=kind.outputs is None)
-        named = with_static_inputs(named, self._cache.plan.options.static_inputs)
+        named = as_captured(self._tree.root, named, self._cache.plan.options.static_inputs)
         # dropout masks depend on the number of the step
         advances = kind.in_own_modes and step is None
         number = self.training_steps + 1 if advances else step
