@@ -9,11 +9,13 @@ model's own code runs: two layers of a kind differ from one by exactly one layer
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +34,7 @@ from autopar.compile.partitioned_model import PartitionedModel, graph_to_plan, k
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.flops import is_lookup
-from autopar.cost.layer_costs import ModelCosts, Sample, graph_work, model_costs
+from autopar.cost.layer_costs import ModelCosts, Sample, Unlike, design_row, graph_work, model_costs
 from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Price, price
 from autopar.cost.memory import memory
@@ -47,6 +49,7 @@ from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Compiled
 
 ROWS = (1, 2)  # for which samples are compiled
+EQUAL = 1e-9  # of what a sample costs
 _NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")
 
 MakeBatch = Callable[[int], Mapping[str, Any]]  # rows -> a batch
@@ -144,9 +147,34 @@ class CostedModel:
         for one, other in zip(few, more, strict=True):
             sample = sample_of([one.compiled, other.compiled], self._counts(one.lengths))
             samples.append(sample.resized("dp", 2, "ep", placement.ep) if one.dense else sample)
-        return model_costs(placement, self.kinds, samples, ROWS)
+        return model_costs(placement, self.kinds, samples, ROWS, self._unlike)
 
-    def _samples(self) -> list[tuple[int, ...]]:
+    @functools.cached_property
+    def _unlike(self) -> tuple[Unlike, ...]:
+        """Layers that cost more than the next ones of their kind: the first that make or read what all of them read
+        (tables of positions, a bias that goes from layer to layer, the encoder's output)."""
+        shortest = self._counts([1] * len(self.lists))
+        several = [kind for kind, count in sorted(Counter(self.kinds).items()) if count > 1 + shortest[kind]]
+        asked = [(kind, 1 + shortest[kind]) for kind in several if len(self.lists) > 1 or not shortest[kind]]
+        for placement in (Placement(tp=2, sequence_parallel=True, policy="full"), Placement(policy="full")):
+            if placement.tp == 1 or len(self.lists) > 1:
+                with contextlib.suppress(ValueError):
+                    return self._found_unlike(asked, placement) if asked else ()
+        return ()
+
+    def _found_unlike(self, asked: Sequence[Unlike], placement: Placement) -> tuple[Unlike, ...]:
+        """Those of the asked layers that are. Raises ValueError for a placement that does not compile."""
+        amounts = {
+            lengths: _amounts(sample_of([self._compiled(lengths, ROWS[0], placement.mesh, placement.options)], ()))
+            for lengths in self._samples(asked)
+            if all(lengths)
+        }
+        solver = np.linalg.pinv([design_row(self._counts(lengths), asked) for lengths in amounts])
+        more = (solver @ np.array([*amounts.values()]))[-len(asked) :]
+        largest = np.abs([*amounts.values()]).max(axis=0)
+        return tuple(one for one, found in zip(asked, more, strict=True) if (np.abs(found) > EQUAL * largest).any())
+
+    def _samples(self, unlike: Collection[Unlike]) -> list[tuple[int, ...]]:
         """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart. A list without
         layers is among them where others do not: a first layer of its own kind is in all others."""
         found, rank = list[tuple[int, ...]](), 0
@@ -154,7 +182,7 @@ class CostedModel:
         more = [(i, length) for i, one in enumerate(self.lists) for length in range(2, len(one.kinds) + 1)]
         empty = [(i, 0) for i in range(len(self.lists))]
         for lengths in [start, *([*start[:i], length, *start[i + 1 :]] for i, length in (*more, *empty))]:
-            design = np.array([[1, *self._counts(x)] for x in (*found, lengths)])
+            design = np.array([design_row(self._counts(x), unlike) for x in (*found, lengths)])
             if (now := int(np.linalg.matrix_rank(design))) > rank:
                 found.append(tuple(lengths))
                 rank = now
@@ -170,7 +198,7 @@ class CostedModel:
         does not run without layers is left out."""
         plans: list[tuple[tuple[int, ...], Plan | None]] = [(one.lengths, one.compiled.plan) for one in like]
         found = []
-        for lengths, plan in plans or [(x, None) for x in self._samples()]:
+        for lengths, plan in plans or [(x, None) for x in self._samples(self._unlike)]:
             try:
                 found.append(self._short(placement, lengths, rows, plan))
             except ValueError:
@@ -292,6 +320,14 @@ def shortened(model: nn.Module, lists: Sequence[LayerList], lengths: Sequence[in
         for module, entries in zip(modules, before, strict=True):
             module._modules.clear()
             module._modules.update(entries)
+
+
+def _amounts(sample: Sample) -> list[float]:
+    """FLOPs, bytes sent, bytes and kernels of each pass, bytes kept."""
+    (works,), (memory,) = sample.works, sample.memory
+    products = [sum(product[1] for product in work.products) for work in works]
+    sent = [sum(size for _, size in work.sent.values()) for work in works]
+    return [*products, *sent, *itertools.chain(*(work.scalars for work in works)), float(memory.saved)]
 
 
 # --- a sample from compiled models ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -276,15 +276,30 @@ class Sample:
         return replace(self, works=works)
 
 
+Unlike = tuple[int, int]  # a kind, and which of its layers costs more or less than the next ones
+
+
+def design_row(counts: Sequence[int], unlike: Collection[Unlike]) -> list[float]:
+    """What the costs of a sample are a sum of: the rest, layers of each kind, what some of them cost more."""
+    return [1.0, *counts, *(float(counts[kind] >= number) for kind, number in unlike)]
+
+
 def model_costs(
-    placement: Placement, kinds: Sequence[int], samples: Sequence[Sample], rows: tuple[int, int]
+    placement: Placement,
+    kinds: Sequence[int],
+    samples: Sequence[Sample],
+    rows: tuple[int, int],
+    unlike: Collection[Unlike] = (),
 ) -> ModelCosts:
-    """Costs of layers of each kind, from samples for ``rows`` that have different numbers of them."""
-    design = np.array([[1.0, *s.counts] for s in samples])
-    solver = np.linalg.pinv(design)
+    """Costs of layers of each kind, from samples for ``rows`` that have different numbers of them. What ``unlike``
+    layers cost more than others of their kind is added to the rest."""
+    solver = np.linalg.pinv([design_row(s.counts, unlike) for s in samples])
+    columns = 1 + len(samples[0].counts)
 
     def solved(values: Sequence[Floats]) -> Floats:
-        found: Floats = solver @ np.array(values)
+        found: Floats = np.asarray(solver @ np.array(values), dtype=np.float64)
+        found[0] += found[columns:].sum(axis=0)
+        found = found[:columns]
         whole = np.round(found)
         near: Floats = np.where(np.abs(found - whole) <= 1e-9 * np.maximum(1.0, np.abs(whole)), whole, found)
         return near

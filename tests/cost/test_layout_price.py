@@ -34,6 +34,13 @@ MODELS: dict[str, dict[str, Any]] = {
                     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
                     "v_head_dim": 16, **SIZES},
 }  # fmt: skip
+MODELS["tables"] = {"model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 16,
+                    "sliding_window_pattern": 3, **SIZES}  # fmt: skip
+MODELS["bias"] = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_decoder_layers": 4,
+                  "num_heads": 4, "vocab_size": 256, "decoder_start_token_id": 0}  # fmt: skip
+MODELS["encoded"] = {"model_type": "bart", "d_model": 64, "encoder_layers": 3, "decoder_layers": 4,
+                     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
+                     "decoder_ffn_dim": 128, "vocab_size": 256}  # fmt: skip
 MODELS["one dense"] = MODELS["dense first"] | {"first_k_dense_replace": 1}
 H100, EAGER = Cluster.parse("H100"), stack_named("autopar-eager", "H100")
 
@@ -88,6 +95,9 @@ def all_layers(costs: ModelCosts) -> list[Any]:
         ("dense first", Placement(ep=2)),
         ("dense first", Placement(ep=2, tp=2, sequence_parallel=True, policy="full")),
         ("one dense", Placement(tp=2, ep=2)),
+        ("tables", Placement(policy="full")),
+        ("bias", Placement(policy="full")),
+        pytest.param("encoded", Placement(tp=2, sequence_parallel=True, policy="full"), marks=pytest.mark.full),
         ("dense first", Placement(cp=2, expert_axis="cp")),
         pytest.param("dense first", Placement(tp=2, expert_axis="tp", sequence_parallel=True), marks=pytest.mark.full),
     ],
@@ -95,8 +105,17 @@ def all_layers(costs: ModelCosts) -> list[Any]:
 def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> None:
     """FLOPs, bytes on the wire, bytes kept and parameters are exactly those of the whole model."""
     one = model(name)
-    assert len(one.kinds) == MODELS[name]["num_hidden_layers"]
+    sizes = MODELS[name]
+    assert len(one.kinds) == sum(n for key, n in sizes.items() if key.endswith("_layers"))
     check_costs(one, placement)
+
+
+@pytest.mark.parametrize(
+    ("name", "unlike"), [("llama", ()), ("tables", ((1, 1),)), ("bias", ((1, 1), (3, 1))), ("encoded", ((1, 2),))]
+)
+def test_layers_that_make_what_the_next_ones_read(name: str, unlike: tuple[tuple[int, int], ...]) -> None:
+    """A table of positions for one kind, a bias that goes from layer to layer, the encoder's output."""
+    assert model(name)._unlike == unlike
 
 
 @pytest.mark.full
