@@ -1,4 +1,4 @@
-"""DTensor's private constructor and spec."""
+"""DTensor's private constructor and spec, and how torch parametrizes and stages DTensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as LayoutRecord
@@ -29,6 +31,7 @@ __all__ = [
     "put_local",
     "record_of",
     "reform",
+    "stage_shards",
     "storage_of",
 ]
 
@@ -93,6 +96,37 @@ def parametrize_by_data(kind: type[DTensor]) -> None:
             put(dest, src)
 
     setattr(parametrize, put.__name__, put_data)
+
+
+def stage_shards(kind: type[DTensor], staged: Callable[[Any, Tensor], Tensor]) -> None:
+    """Make torch's `async_save` copy the local tensor of DTensors of this class, and write ``staged(x, copy)`` in the
+    place of x. By itself it rebuilds such a tensor over its storage as if that held the global one, pickles the mesh
+    for a process that writes, and takes tensors without dims as they are: what is written may be a later value."""
+    offload: Any = StateDictStager._offload_tensor
+    stage: Any = BlockingAsyncStager.stage
+
+    def offload_shard(self: Any, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Tensor:
+        if isinstance(x, kind):
+            return staged(x, offload(self, x._local_tensor, memo, non_blocking))
+        out: Tensor = offload(self, x, memo, non_blocking)
+        return out
+
+    def stage_at_once(self: Any, state: dict[str, Any]) -> Any:
+        return _with_copied_scalars(stage(self, state), kind)
+
+    setattr(StateDictStager, offload.__name__, offload_shard)
+    setattr(BlockingAsyncStager, stage.__name__, stage_at_once)
+
+
+def _with_copied_scalars(state: Any, kind: type[DTensor]) -> Any:
+    if isinstance(state, kind):
+        return state if state.dim() else state.detach().clone()
+    if isinstance(state, dict):
+        return {name: _with_copied_scalars(x, kind) for name, x in state.items()}
+    if isinstance(state, (list, tuple)):
+        found = [_with_copied_scalars(x, kind) for x in state]
+        return found if isinstance(state, list) else tuple(found)
+    return state
 
 
 def storage_of(x: Tensor) -> int:

@@ -154,23 +154,69 @@ def test_another_run_in_the_folder_takes_its_place(tmp_path: Path) -> None:
     assert (first, second, third) == (1, 1, 2) and gone.startswith("load: needs a folder that autopar.save has written")
 
 
+def two_at_once(folder: str, memory: str) -> str:
+    """On a rank: a run that saves after another one has begun in its folder."""
+    on_node(memory, 1)
+    first, second = Run({"dp": 1}), Run({"dp": 1}, seed=1)
+    for run in (first, second):
+        run.step()
+        run.save(folder, memory=True).wait()
+    return refusal(first.save, folder, memory=True)
+
+
+def test_two_runs_in_the_memory_of_one_folder_are_refused(tmp_path: Path) -> None:
+    """The first one, at its next save: it is the one that finds the other's."""
+    said = run_ranks(1, two_at_once, str(tmp_path / "run"), str(tmp_path))[0]
+    assert said.startswith("save: another run saves into the memory of") and "a folder of its own" in said
+
+
+def env(memory: Path) -> dict[str, str]:
+    return {**os.environ, "AUTOPAR_MEMORY": str(memory), "PYTHONPATH": str(ROOT), "AUTOPAR_CACHE": "off"}
+
+
 SCRIPT = """
-import sys
+import os, signal, sys
 from tests.support.runs import Run
 run = Run({"dp": 1})
 run.step()
-run.save(sys.argv[1], memory=True)
-if sys.argv[2] == "error":
-    raise KeyError("planted")
+run.save(sys.argv[1], memory=True).wait()
+exec(sys.argv[2])
 """
+IN_A_HANDLER = "signal.signal(15, lambda *_: sys.exit(75)); os.kill(os.getpid(), 15)"
+CAUGHT = "\ntry:\n    sys.exit(75)\nexcept SystemExit:\n    pass"
 
 
-@pytest.mark.parametrize("end", ["normal", "error"])
-def test_at_the_end_of_a_program_the_memory_is_free(tmp_path: Path, end: str) -> None:
-    """Unless it ends with an error: then the next start goes on from there."""
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("sys.exit(0)", 0),
+        ("sys.exit()", 0),
+        (CAUGHT, 0),
+        ("raise KeyError('planted')", 1),
+        ("sys.exit(75)", 75),
+        ("sys.exit('a sentence')", 1),
+        ("raise SystemExit(75)", 75),
+        (IN_A_HANDLER, 75),
+        ("os.kill(os.getpid(), 15)", -15),
+    ],
+)
+def test_at_the_good_end_of_a_program_the_memory_is_free(tmp_path: Path, end: str, code: int) -> None:
+    """At any other one, such as the exit code by which a script asks to be started again, the next start goes on from
+    there."""
     memory = tmp_path / "memory"
-    own = {"AUTOPAR_MEMORY": str(memory), "PYTHONPATH": str(ROOT), "AUTOPAR_CACHE": "off"}
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), end], env={**os.environ, **own}, capture_output=True
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), end], env=env(memory), capture_output=True
     )
-    assert (ended.returncode, bool(list(memory.iterdir()))) == ((1, True) if end == "error" else (0, False)), ended
+    assert (ended.returncode, bool(list(memory.iterdir()))) == (code, code != 0), ended
+
+
+def test_the_memory_of_a_node_is_free_when_all_its_ranks_have_ended_well(tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ, {"AUTOPAR_MEMORY": str(tmp_path)}):
+        memory = memory_folder.MemoryFolder("0" * 32)
+        memory.folder.mkdir()
+        memory.end("aa", 0, [0, 1])  # rank 1 has failed; a new start follows
+        memory.end("bb", 1, [0, 1])
+        assert [path.name for path in memory.folder.iterdir()] == ["bb.00001.ended"]
+        memory.end("bb", 0, [0, 1])
+        assert not memory.folder.exists()

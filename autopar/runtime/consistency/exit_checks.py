@@ -1,4 +1,5 @@
-"""Checks at process exit, where no rank may wait for another one and no further call will follow."""
+"""Checks at process exit, where no rank may wait for another one and no further call will follow; and what is done
+after a good end."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ import atexit
 import functools
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from autopar.adapters.processes import program_end
 from autopar.runtime.consistency.rank_checks import RankCheck
 from autopar.runtime.fault import errors
 from autopar.runtime.mesh.process_groups import Groups
 
 _register = functools.cache(atexit.register)
 _asked: dict[int, Any] = {}  # strong references: the model itself may be gone
+_after_good_end: list[Callable[[], None]] = []
 
 
 def ask_at_end(watch: Any) -> None:
@@ -27,14 +31,25 @@ def no_longer_ask(watch: Any) -> None:
     _asked.pop(id(watch), None)
 
 
-def found_at_end() -> str:
-    """The first failed check; "" if there is none, or if this rank ends with an error, which explains more."""
-    return next(filter(None, (watch.exit_errors() for watch in list(_asked.values()))), "")
+def after_good_end(action: Callable[[], None]) -> None:
+    """Call ``action()`` when this rank has ended with exit code 0."""
+    _after_good_end.append(action)
+    program_end()
+    _register(_say)
+
+
+def found_at_end(is_good: bool = True) -> str:
+    """The first failed check; "" if there is none, or if this rank ends with an error, which explains more. If the end
+    is good, what is to follow it is done."""
+    found = next(filter(None, (watch.exit_errors() for watch in list(_asked.values()))), "")
+    while is_good and _after_good_end:
+        _after_good_end.pop()()
+    return found
 
 
 def _say() -> None:
     try:
-        found = found_at_end()
+        found = found_at_end(not _after_good_end or program_end().is_good)
     except Exception as error:  # the accelerator may be gone already
         found = f"the checks at the end of the process could not run: {type(error).__name__}: {error}"
     if found:

@@ -29,8 +29,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -43,11 +41,13 @@ from autopar.adapters.dtensor import (
     parametrize_by_data,
     put_local,
     record_of,
+    stage_shards,
     storage_of,
 )  # fmt: skip
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.adapters.tensors.parameter_data import refuse_as_data
+from autopar.runtime.params.chunks import InChunks, StagedShard
 from autopar.runtime.params.shards import (
     STAGES,
     Cuts,
@@ -145,7 +145,7 @@ _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 
 
-class ShardedTensor(DTensor):
+class ShardedTensor(InChunks, DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts``: which axes shard which
     dims in which blocks; on all other axes of the mesh the tensor is replicated.
 
@@ -367,29 +367,12 @@ class ShardedTensor(DTensor):
         sizes = {axis: self.device_mesh.get_group(axis).size() for axis, _ in self.cuts}
         return boxes(self.shape, self.cuts, sizes, coordinate)
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        local = local_of(self)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.start)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)),
-                    properties=TensorProperties.create_from_tensor(local),
-                    size=self.shape,
-                ),
-            )
-            for box in self.chunks()
-        ]
+    def held(self) -> Tensor:
+        """This rank's shard, without a gradient."""
+        return local_of(self).detach()
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in self.chunks()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for box in self.chunks():
-            if torch.Size(box.start) == index.offset:
-                return box.of_local(local_of(self).detach())
-        raise ValueError(f"{_name(self)}: no chunk at {index.offset} of {index.fqn}")
+    def global_shape(self) -> torch.Size:
+        return self.shape
 
     # --- operators ------------------------------------------------------------------------------------
 
@@ -407,6 +390,7 @@ refuse_as_data(
     "p.data.copy_(x), or assign the full tensor, p.data = x.full_tensor()",
 )
 parametrize_by_data(ShardedTensor)
+stage_shards(ShardedTensor, StagedShard.make)
 
 
 class _FromLocal(torch.autograd.Function):

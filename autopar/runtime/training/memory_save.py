@@ -12,9 +12,9 @@ named: `autopar.runtime.checkpoint.memory_folder`. A failure (no room) is no err
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from autopar.runtime.checkpoint.memory_folder import (
 )
 from autopar.runtime.checkpoint.storage_layout import BlockChecksums, host_bytes
 from autopar.runtime.checkpoint.tensor_storage import Piece
-from autopar.runtime.consistency.exit_checks import ask_at_end
+from autopar.runtime.consistency.exit_checks import after_good_end
 from autopar.runtime.consistency.rank_checks import on_first_rank
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.training.async_save import wait_for_save
@@ -55,7 +55,8 @@ def memory_run(groups: Groups, line: RunLineage, folder: Path) -> MemoryRun:
             MemoryFolder(told["old"]).remove()
         run = line.memory[folder] = run or MemoryRun(told["token"])
         run.attempt = told["attempt"]
-        ask_at_end(_Removal(run.token, peers_of(groups).is_first_of_node))
+        here = peers_of(groups).ranks_of_node
+        after_good_end(functools.partial(_free, run.token, run.attempt, groups.rank, here))
     return run
 
 
@@ -66,18 +67,11 @@ def _begun(folder: Path, token: str) -> str:
     return json.dumps({"old": old, "token": token, "attempt": uuid.uuid4().hex[:8]})
 
 
-class _Removal:
-    """Removes the memory checkpoints of a run at the end of a process that has no error."""
-
-    def __init__(self, token: str, acts: bool) -> None:
-        self._token, self._acts = token, acts
-
-    def exit_errors(self) -> str:
-        with contextlib.suppress(RuntimeError):  # the save itself says it
-            wait_for_save()  # all ranks have written
-        if self._acts and getattr(sys, "last_value", None) is None:
-            MemoryFolder(self._token).remove()
-        return ""
+def _free(token: str, attempt: str, rank: int, ranks: Sequence[int]) -> None:
+    """Once all ``ranks`` of this node have ended well, remove the memory checkpoints of a run."""
+    with contextlib.suppress(RuntimeError):  # the save itself says it
+        wait_for_save()  # all ranks have written
+    MemoryFolder(token).end(attempt, rank, ranks)
 
 
 def disk_order(line: RunLineage, folder: Path) -> int:
@@ -86,6 +80,17 @@ def disk_order(line: RunLineage, folder: Path) -> int:
         line.seen[folder.resolve()] = newest_in(folder)
     newest = line.seen[folder.resolve()]
     return newest.order if newest is not None else 0
+
+
+def check_still_ours(line: RunLineage, folder: Path) -> None:
+    """Raises ValueError if another run has begun to save into the memory of the same folder. On rank 0, before a
+    save."""
+    run = line.memory.get(folder)
+    if run is not None and run.attempt and token_of(folder) not in ("", run.token):
+        raise ValueError(
+            f"save: another run saves into the memory of {folder} since this one began; give every job, and every "
+            "model of a job, a folder of its own"
+        )
 
 
 class MemorySave:

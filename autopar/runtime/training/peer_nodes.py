@@ -85,9 +85,13 @@ class Peers:
         return self.nodes.is_first(self.rank)
 
     @property
+    def ranks_of_node(self) -> list[int]:
+        return self.nodes.ranks(self.nodes.of[self.rank])
+
+    @property
     def kept_on_node(self) -> set[int]:
         """The ranks of which this node has parts."""
-        here = self.nodes.ranks(self.nodes.of[self.rank])
+        here = self.ranks_of_node
         return {*here, *(source for rank in here for source in self.nodes.sources(rank))}
 
     def send(self, x: Tensor, to: int) -> None:

@@ -60,7 +60,7 @@ from autopar.runtime.params.dtensor_layout import is_here, shards_of
 from autopar.runtime.params.parameters import local_tensor
 from autopar.runtime.training.async_save import AsyncSave, SaveTarget, wait_for_save
 from autopar.runtime.training.disk_save import DiskSave
-from autopar.runtime.training.memory_save import MemorySave, disk_order, memory_run
+from autopar.runtime.training.memory_save import MemorySave, check_still_ours, disk_order, memory_run
 from autopar.values import a_path, byte_count, whole_number, yes_or_no
 
 # --- the contents of a run -------------------------------------------------------------------------------------
@@ -248,9 +248,13 @@ def save(
         agree_on_arguments(groups, "save", options, owed=held.owed)
         wait_for_save()
         host_copies_arrived()
-        parts = raise_on_all_ranks(
-            groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {})
-        )
+
+        def collect() -> CheckpointContents:
+            if memory and groups.rank == 0:
+                check_still_ours(held.line, path)
+            return _checked_parts(held, optimizers, schedulers, chosen, extra or {})
+
+        parts = raise_on_all_ranks(groups, "save", collect)
         _agree(groups, parts, str(path))
         target: SaveTarget
         if memory:
