@@ -69,6 +69,8 @@ def _results(
     if is_random(node.target) or build is None:
         whole = not is_random(node.target) and all(held == WHOLE for held in operands)
         return [WHOLE if whole else UNKNOWN] * len(shapes)
+    if is_call(node, aten.convolution.default, aten.convolution_backward.default) and _has_halo(operands):
+        return [UNKNOWN] * len(shapes)
     call = LocalCall(node, lambda x: tuple(x.meta["val"].shape), tuple(shapes), axis, of_step=True)
     if build is reshape_rule:
         return [viewed(operands[0], call.shape_of(call.operands[0]), call.result)]
@@ -96,6 +98,11 @@ def _results(
 
 def _shape(result: Any) -> tuple[int, ...]:
     return tuple(result.shape) if isinstance(result, torch.Tensor) else ()
+
+
+def _has_halo(operands: list[LocalType]) -> bool:
+    """Whether a convolution may slide along a sharded dim, over a rank's tokens and rows of its neighbours."""
+    return any(isinstance(x, tuple) and x[0] > 1 for held in operands[:2] for x in held)
 
 
 def _joined(call: LocalCall, operands: list[LocalType], made: LocalType) -> LocalType:
