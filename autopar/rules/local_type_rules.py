@@ -85,7 +85,7 @@ def _results(
         return [UNKNOWN]  # torch.einsum contracts dims of size one, sharded or not
     if is_call(node, aten.index_add.default) and PART in made[0]:
         return [UNKNOWN]  # the rows of a microbatch, added within this rank's shard, look like any others
-    if is_call(node, aten.slice.Tensor) and not is_unknown(made[0]):
+    if (is_call(node, aten.slice.Tensor) or _crops_halo(node, axis)) and not is_unknown(made[0]):
         # of a concatenation of shards, a rank has a shard of each operand: one of them is a slice of its result
         dim = int(call.args["dim"]) % len(call.result)
         return [made[0] | {(dim, 0) for x in operands[0] if isinstance(x, tuple) and x[0] == dim}]
@@ -103,6 +103,11 @@ def _shape(result: Any) -> tuple[int, ...]:
 def _has_halo(operands: list[LocalType]) -> bool:
     """Whether a convolution may slide along a sharded dim, over a rank's tokens and rows of its neighbours."""
     return any(isinstance(x, tuple) and x[0] > 1 for held in operands[:2] for x in held)
+
+
+def _crops_halo(node: Node, axis: str) -> bool:
+    """Whether a gradient may be that of a rank's tokens without the rows of its neighbours."""
+    return axis == "cp" and is_call(node, aten.slice_backward.default)
 
 
 def _joined(call: LocalCall, operands: list[LocalType], made: LocalType) -> LocalType:
