@@ -33,8 +33,10 @@ from autopar.cost.hardware import DEFAULT, Device, Links
 from autopar.cost.traffic import transfer_seconds
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
+from autopar.ir.halo import token_conv1d_of_piece
 from autopar.ir.storages import shares_storage
 from autopar.ops.scaled_products import VALUES, scaled_linear
+from autopar.ops.token_windows import token_conv1d
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES
 from autopar.ops.vocab_parallel import embedding_of_piece
 
@@ -226,7 +228,12 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
     COUNTS[f"aten::_scaled_dot_product_{_kind}_backward"] = _attention(3, 2)
 
 # Functions of local graphs.
-_LOCAL: dict[Any, Count] = {attention_of_piece: _attention(1, 1), scaled_linear: _product("input")}
+_LOCAL: dict[Any, Count] = {
+    attention_of_piece: _attention(1, 1),
+    scaled_linear: _product("input"),
+    token_conv1d: _convolution,
+    token_conv1d_of_piece: _convolution,
+}
 # They read only as much of their operands as they return.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::shard_slice")
 _FREE = (operator.getitem, convert, exchange, *COLLECTIVES, *COPIES, *ASKS)
@@ -289,7 +296,7 @@ def kind_of(node: Node) -> str:
     name = _name(node)
     if is_context_attention(node) or ("attention" in name and name in COUNTS):
         return ATTENTION
-    return PRODUCT if name in COUNTS or is_call(node, scaled_linear) else "other"
+    return PRODUCT if name in COUNTS or node.target in _LOCAL else "other"
 
 
 def tiled_flops(node: Node) -> float:

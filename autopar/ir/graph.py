@@ -58,8 +58,8 @@ def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def set_argument(node: Node, name: str, value: Any) -> None:
     """Replace one argument by its schema name."""
-    assert isinstance(node.target, OpOverload)
-    names = list(argument_defaults(node.target))
+    known = isinstance(node.target, OpOverload)
+    names = list(argument_defaults(node.target) if known else _parameter_names(node.target))
     position = names.index(name)
     if position < len(node.args):
         node.update_arg(position, value)

@@ -42,6 +42,7 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
 from autopar.ops.declare import CHOICES
 from autopar.ops.gradient import GRAD_OUTPUT
 from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
+from autopar.ops.token_windows import token_conv1d
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
@@ -138,7 +139,9 @@ def reads_in_kernel(target: Any) -> bool:
 
 
 TRANSPOSED_CONVOLUTIONS = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-CONVOLUTIONS = TRANSPOSED_CONVOLUTIONS | {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+CONVOLUTIONS = TRANSPOSED_CONVOLUTIONS | {
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, token_conv1d,
+}  # fmt: skip
 PRODUCTS = CONVOLUTIONS | {
     aten.linear.default,
     aten.matmul.default,

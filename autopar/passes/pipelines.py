@@ -9,6 +9,7 @@ from autopar.passes.canonicalize.expand_kv_heads import ExpandKvHeads
 from autopar.passes.canonicalize.group_experts import GroupExperts
 from autopar.passes.canonicalize.normalize import Normalize
 from autopar.passes.canonicalize.split_biases import SplitBiases
+from autopar.passes.canonicalize.token_windows import TokenWindows
 from autopar.passes.partition.lower_to_local import LowerToLocal
 from autopar.passes.partition.place_token_slices import PlaceTokenSlices
 from autopar.passes.partition.propagate_placements import PropagatePlacements
@@ -22,7 +23,14 @@ from autopar.passes.step.schedule_collectives import ScheduleCollectives
 from autopar.passes.step.simplify import Simplify
 from autopar.rewrite.pass_manager import Pass
 
-GLOBAL_PASSES: tuple[Pass, ...] = (GroupExperts(), Normalize(), CastParameters(), ExpandKvHeads(), DeriveRules())
+GLOBAL_PASSES: tuple[Pass, ...] = (
+    GroupExperts(),
+    Normalize(),
+    CastParameters(),
+    ExpandKvHeads(),
+    TokenWindows(),
+    DeriveRules(),
+)
 PLACEMENT_PASSES: tuple[Pass, ...] = (
     CapExperts(),
     SplitBiases(),

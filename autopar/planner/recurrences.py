@@ -34,8 +34,8 @@ def plan_recurrences(
     tokens = Tokens(gm, stream_labels(gm, tuple(streams), mesh, AXIS), mesh, AXIS)
     found: list[Stream] = []
     notes: list[Note] = []
-    left = dict(tokens.mixing)
-    if left and options.cp_recurrences != "replicate":
+    left = {node: None for node in tokens.mixing if tokens.on_tokens(node) is None}  # others have halos
+    if tokens.mixing and options.cp_recurrences != "replicate":
         for part, seeds in _parts(tokens, find_seeds(tokens)):
             saved, gathers, exchanges = _seconds(tokens, part, seeds, options)
             times = (
@@ -84,7 +84,7 @@ def _seconds(tokens: Tokens, part: Region, seeds: Sequence[Seed], options: Optio
     mesh, device = tokens.mesh, device_of(options)
     links, ranks = Links.of(options, mesh), mesh.size(AXIS)
     share = 1 / (mesh.data_size * mesh.size("tp"))  # of a rank, all microbatches together
-    mixing = [n for n in part.inside if n in tokens.mixing]
+    mixing = [n for n in part.inside if n in tokens.mixing and tokens.on_tokens(n) is None]
     spared = 1 - max(share_of(tokens, seed) for seed in seeds)
     saved = spared * math.fsum(node_seconds(n, device) for n in mixing) * share * (1 + BACKWARD)
     read = dict.fromkeys(

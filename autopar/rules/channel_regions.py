@@ -32,6 +32,7 @@ from autopar.ops.gradient import OWN_BACKWARD, RESULT
 from autopar.ops.traits import PRODUCTS
 from autopar.plan import Stream
 from autopar.rules import Cut, Rule, RuleError, has_rule, rule_of
+from autopar.rules.along_tokens import rows_sent
 from autopar.rules.rule import Dims
 from autopar.rules.sequence_parallel import spread_label
 
@@ -113,8 +114,12 @@ class Tokens:
 
     @cached_property
     def mixing(self) -> dict[Node, None]:
-        """Calls that cannot run on the tokens of a rank."""
-        return dict.fromkeys(call for call in self.calls if self.on_tokens(call) is None)
+        """Calls that cannot run on the tokens of a rank, or send more for a halo than for all-to-alls around them."""
+        return dict.fromkeys(call for call in self.calls if self.on_tokens(call) is None or self._halo_costs_more(call))
+
+    def _halo_costs_more(self, call: Node) -> bool:
+        ranks = self.mesh.size(self.axis)
+        return halo_bytes(self, call) > 2 * nbytes(call) * (ranks - 1) / ranks**2
 
 
 def maker_of(value: Node) -> Node:
@@ -340,6 +345,15 @@ def _values(tokens: Tokens, cuts: Mapping[Node, Cut]) -> Iterator[tuple[Node, bo
                 yield value, False, users, size / ranks
 
 
+def halo_bytes(tokens: Tokens, call: Node) -> float:
+    """Bytes that a rank sends for a call on its tokens: the rows of all ranks that others read."""
+    rows, label = rows_sent(call, tokens.axis), tokens.labels.get(call)
+    if not rows or label is None:
+        return 0.0
+    of_all = shape_on(call, tokens.axis, tokens.mesh)[label.dim]
+    return nbytes(call) * min(1.0, rows * max(1, len(label.blocks)) / of_all) * (tokens.mesh.size(tokens.axis) - 1)
+
+
 def _has_channels(rule: Rule, call: Node, value: Node, cut: Cut) -> bool:
     dims = [d for x, d in zip(tensor_operands(call), rule.operands, strict=True) if x is value and d is not None]
     return any(_shard_of(rule, d, cut) is not None for d in dims)
@@ -363,6 +377,9 @@ def _inside(tokens: Tokens, cuts: Mapping[Node, Cut]) -> set[Node]:
         for i, (a, b) in enumerate(inward):
             capacity = {"capacity": cost} if i == 0 else {}
             graph.add_edge(*((a, b) if enters else (b, a)), **capacity)
+    for call, i in numbers.items():
+        if sent := halo_bytes(tokens, call):
+            graph.add_edge(i, sink, capacity=sent)
     _, far = nx.minimum_cut(graph, source, sink)[1]
     return fixed | {call for call, i in numbers.items() if i in far}
 

@@ -69,6 +69,8 @@ def _results(
     if is_random(node.target) or build is None:
         whole = not is_random(node.target) and all(held == WHOLE for held in operands)
         return [WHOLE if whole else UNKNOWN] * len(shapes)
+    if is_call(node, aten.convolution.default, aten.convolution_backward.default) and _has_halo(operands):
+        return [UNKNOWN] * len(shapes)
     call = LocalCall(node, lambda x: tuple(x.meta["val"].shape), tuple(shapes), axis, of_step=True)
     if build is reshape_rule:
         return [viewed(operands[0], call.shape_of(call.operands[0]), call.result)]
@@ -83,7 +85,7 @@ def _results(
         return [UNKNOWN]  # torch.einsum contracts dims of size one, sharded or not
     if is_call(node, aten.index_add.default) and PART in made[0]:
         return [UNKNOWN]  # the rows of a microbatch, added within this rank's shard, look like any others
-    if is_call(node, aten.slice.Tensor) and not is_unknown(made[0]):
+    if (is_call(node, aten.slice.Tensor) or _crops_halo(node, axis)) and not is_unknown(made[0]):
         # of a concatenation of shards, a rank has a shard of each operand: one of them is a slice of its result
         dim = int(call.args["dim"]) % len(call.result)
         return [made[0] | {(dim, 0) for x in operands[0] if isinstance(x, tuple) and x[0] == dim}]
@@ -96,6 +98,16 @@ def _results(
 
 def _shape(result: Any) -> tuple[int, ...]:
     return tuple(result.shape) if isinstance(result, torch.Tensor) else ()
+
+
+def _has_halo(operands: list[LocalType]) -> bool:
+    """Whether a convolution may slide along a sharded dim, over a rank's tokens and rows of its neighbours."""
+    return any(isinstance(x, tuple) and x[0] > 1 for held in operands[:2] for x in held)
+
+
+def _crops_halo(node: Node, axis: str) -> bool:
+    """Whether a gradient may be that of a rank's tokens without the rows of its neighbours."""
+    return axis == "cp" and is_call(node, aten.slice_backward.default)
 
 
 def _joined(call: LocalCall, operands: list[LocalType], made: LocalType) -> LocalType:

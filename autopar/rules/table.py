@@ -11,10 +11,14 @@ import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates, of_named_dims, packet_named
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
+from autopar.ir.halo import shift_of_piece, token_conv1d_of_piece
+from autopar.ir.scans import scan_of_piece
 from autopar.ops.padded_pieces import zero_padding
 from autopar.ops.scaled_products import scaled_linear
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
+from autopar.ops.token_windows import shift, token_conv1d
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
+from autopar.rules import along_tokens as along
 from autopar.rules import custom_backward as own
 from autopar.rules import picks as pick
 from autopar.rules import space
@@ -159,9 +163,10 @@ add(
     reduction(linear=False),
 )
 add(
-    "softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff",
+    "softmax.int log_softmax.int _softmax _log_softmax sort topk diff",
     blocks_dims(lambda c: [c.dim()], "the op spans it"),
 )
+add("cumsum cumprod logcumsumexp", along.scan_rule)
 add("scatter_add", pick.scatter_add_rule)
 add("histc", sp.histc_rule)
 add("scatter.src scatter.value scatter_reduce.two scatter.reduce scatter.value_reduce", pick.scatter_rule)
@@ -233,5 +238,8 @@ RULES[embedding_of_piece] = sp.embedding_rule
 RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
 RULES[scaled_linear] = RULES[torch.ops.aten.linear.default]
 RULES[zero_padding] = sp.zero_padding_rule
+RULES[shift] = RULES[shift_of_piece] = along.shift_rule
+RULES[token_conv1d] = RULES[token_conv1d_of_piece] = along.token_conv1d_rule
+RULES[scan_of_piece] = along.scan_rule
 RULES[operator.getitem] = sp.getitem_rule
 RULES[convert] = RULES[exchange] = RULES[exchange_slice] = sp.conversion_of_other_axis

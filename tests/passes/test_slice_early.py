@@ -141,6 +141,16 @@ def test_above_an_op_that_spans_the_dim() -> None:
     assert unchanged(sample, {"cp": ZIGZAG})
 
 
+def test_a_cumulative_sum_of_integers_is_scanned_by_shards() -> None:
+    steps = [
+        SampleCall(aten.cumsum.default, (torch.arange(8), 0)),
+        SampleCall(convert, (Ref(0), "cp", "I", "S(0;4,-4)")),
+        SampleCall(aten.mul.Tensor, (normal(2, 8), Ref(1))),
+    ]
+    after = sliced(Sample(steps, gradients=False, private=(0, 1)), ({}, {"cp": ZIGZAG}))
+    assert [line.partition(" = ")[2].partition("(")[0] for line in after] == ["convert", "cumsum", "mul"]
+
+
 def test_above_an_op_of_several_results() -> None:
     steps = [
         SampleCall(aten.split_with_sizes.default, (torch.arange(16.0), [8, 8])),

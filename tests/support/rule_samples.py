@@ -16,6 +16,8 @@ from torch import Tensor
 
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
+from autopar.ir.halo import shift_of_piece, token_conv1d_of_piece
+from autopar.ir.scans import scan_of_piece
 from autopar.ops.padded_pieces import zero_padding
 from autopar.ops.scaled_products import scaled_linear
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
@@ -332,6 +334,9 @@ PIECES = (
     embedding_of_piece,
     cross_entropy_of_piece,
     scaled_linear,
+    shift_of_piece,
+    token_conv1d_of_piece,
+    scan_of_piece,
 )
 # The parts of a model's own backward have no derivative of their own; test_autograd_function types and runs them.
 BACKWARDS = (ours.gradient_of.default, ours.own_backward.default, ours.with_backward.default)

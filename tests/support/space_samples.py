@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autopar.ops.token_windows import shift, token_conv1d
 from autopar.testing.soundness import Sample, call
 from tests.support.pointwise_samples import complex_, normal
 
@@ -15,6 +16,7 @@ aten = torch.ops.aten
 
 def spatial() -> Iterator[Sample]:
     yield from _convolutions()
+    yield from token_windows()
     yield from _norms()
     yield from _pools()
     yield from _resampled()
@@ -37,6 +39,27 @@ def _convolutions() -> Iterator[Sample]:
     yield call(aten.conv_transpose2d.input, normal(6, 4, 3, 2), normal(4, 6, 2, 2), normal(6), [2, 2])
     yield call(aten.conv_transpose2d.input, normal(2, 4, 3, 2), normal(4, 6, 2, 2), normal(12), [1, 1], [0], [0], 2)
     yield call(aten.conv_transpose3d.input, normal(2, 4, 2, 2, 2), normal(4, 2, 2, 2, 2))
+
+
+def token_windows() -> Iterator[Sample]:
+    """Shifts and convolutions that keep the number of tokens: a halo within a chunk, as long as one, longer."""
+    for by in (1, -2, 5, -7):
+        yield call(shift, normal(2, 12, 3), 1, by, False)
+    yield call(shift, normal(2, 12), 1, 2, True)
+    yield call(shift, normal(2, 12), 1, -4, True)
+    yield call(token_conv1d, normal(2, 4, 12), normal(4, 1, 4), normal(4), 3, 0, 1, 4)
+    yield call(token_conv1d, normal(2, 4, 12), normal(6, 2, 3), None, 1, 1, 1, 2)
+    yield call(token_conv1d, normal(2, 4, 12), normal(4, 1, 4), normal(4), 0, 9, 3, 4)
+    yield call(token_conv1d, normal(2, 4, 12), normal(4, 4, 3), normal(4), 4, 0, 2, 1)
+
+
+def scans() -> Iterator[Sample]:
+    yield call(aten.cumsum.default, normal(2, 12, 3), 1)
+    yield call(aten.cumsum.default, normal(12, 2), -2)
+    yield call(aten.cumsum.default, torch.arange(24).view(2, 12), 1)
+    yield call(aten.cumprod.default, normal(2, 12), 1)
+    yield call(aten.cumprod.default, normal(2, 12) * (torch.arange(12) != 5), 1)
+    yield call(aten.logcumsumexp.default, normal(2, 12), 1)
 
 
 def _norms() -> Iterator[Sample]:

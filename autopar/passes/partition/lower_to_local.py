@@ -35,12 +35,15 @@ from autopar.ir.graph import (
     tensor_operands,
     values,
 )
+from autopar.ir.halo import shift_of_piece, token_conv1d_of_piece
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
+from autopar.ir.scans import SCANS, scan_of_piece
 from autopar.ops.mask_spec import MaskSpec
 from autopar.ops.padded_pieces import rows_per_rank, zero_padding
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
+from autopar.ops.token_windows import shift, token_conv1d
 from autopar.ops.traits import CONVOLUTIONS, FILLED
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.passes.autodiff.vjp import fake_result
@@ -319,6 +322,32 @@ def _context_attention(local: _Local) -> None:
     node.target, node.args, node.kwargs = attention_of_piece, (*given, *how), {}
 
 
+def _along_tokens(local: _Local, x: str, dim: int, target: Callable[..., torch.Tensor], args: Any) -> None:
+    """Rows of other ranks reach a rank's tokens through ``target``, if cp shards these."""
+    cut = placement(local.args[x], "cp")
+    if isinstance(cut, Shard) and cut.dim == dim:
+        own = local.local_placement("cp", cut)
+        assert isinstance(own, Shard)
+        local.node.target, local.node.kwargs = target, {}
+        local.node.args = (*args, "cp", local.mesh.size("cp"), list(own.blocks))
+
+
+def _shift(local: _Local) -> None:
+    _along_tokens(local, "x", int(local.args["dim"]), shift_of_piece, arguments(local.node).values())
+
+
+def _token_conv1d(local: _Local) -> None:
+    _groups(local)
+    _along_tokens(local, "input", 2, token_conv1d_of_piece, arguments(local.node).values())
+
+
+def _scan(local: _Local) -> None:
+    x, dim = local.args["self"], int(local.args["dim"])
+    if rank := len(global_shape(x)):
+        name = SCANS[local.node.target].name
+        _along_tokens(local, "self", dim % rank, scan_of_piece, (name, x, dim % rank, local.args.get("dtype")))
+
+
 def _pass_indices(local: _Local, shape: tuple[int, ...], placed: list[dict[str, Placement]], dims: list[int]) -> None:
     cut = any(isinstance(p, Shard) for of in placed for p in of.values())
     if not cut:
@@ -395,6 +424,9 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     **dict.fromkeys(CONVOLUTIONS, _groups),
+    token_conv1d: _token_conv1d,
+    shift: _shift,
+    **dict.fromkeys(SCANS, _scan),
     aten.group_norm.default: lambda local: _groups(local, "num_groups"),
     aten.embedding.default: _embedding,
     zero_padding: _zero_padding,

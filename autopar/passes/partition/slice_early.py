@@ -11,7 +11,8 @@ Leaves      shapes, which stay global; Invariant values with a gradient, as thei
     cos_s = convert(cos, "cp", I, S(0))         cos = cos(angle)                             # cp: S(0)
     y = mul(x, cos_s)                           y = mul(x, cos)
 
-A slice is not moved above an input, an op that needs its whole operand (a cumulative sum), an op without tensor
+A slice is not moved above an input, an op that needs its whole operand (a cumulative sum of floats; integers, such as
+positions counted in a mask, are scanned by shards), an op without tensor
 operands whose elements differ (arange), or a value with a user that needs all of it: slicing is cheaper than computing
 a shard twice. What is filled with one value (new_empty) is made as large as it is needed, also for a microbatch.
 """
@@ -32,6 +33,7 @@ from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 from autopar.rules import RuleError, has_rule, rule_of, set_results, type_of
+from autopar.rules.along_tokens import rows_sent
 
 
 class SliceEarly(Pass):
@@ -104,6 +106,8 @@ class _Moves:
         """The operands that are sharded with the result, and how. Raises RuleError if the rule has no such sharding, or
         if it needs a placement that slicing does not give."""
         assert isinstance(result, Shard)
+        if rows_sent(node, self.axis) and node.meta["val"].is_floating_point():
+            raise RuleError("a sum over ranks rounds otherwise than the whole")
         rule = rule_of(node, self.axis, self.ctx.mesh, whole=self.replicate_ops)
         cut = rule.completed(rule.cut_of(rule.results[0], result, self.ctx.mesh.pieces(self.axis)))
         found: dict[Node, Shard] = {}
