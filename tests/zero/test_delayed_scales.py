@@ -108,6 +108,26 @@ def test_gathers_move_half_the_bytes() -> None:
     assert before - after == layers * 2 * (2 - 1) // 2
 
 
+@pytest.mark.parametrize("policy", [GATHERED, dataclasses.replace(GATHERED, scaling="tensor", history=1024)])
+def test_gathers_in_eight_bits_are_in_buckets(policy: Precision) -> None:
+    """One for a layer's seven weights; of dynamic scales also one exchange of their magnitudes."""
+    step = compiled(make("llama"), {"dp": 2}, policy, zero=3)
+    assert step.stage.backward_reduce is not None
+    for gm in (step.stage.forward.graph, step.stage.backward_reduce.graph):
+        gathers = [n for n in calls_of(gm.graph, ours.all_gather.default) if n.meta["val"].dtype == E4]
+        assert [n.meta["val"].numel() for n in gathers] == [32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 64] * 2
+        agreed = [n.meta["val"].numel() for n in calls_of(gm.graph, ours.all_reduce.default) if n.args[2] == "max"]
+        assert agreed.count(7) == (0 if policy.scaling == "delayed" else 2)
+
+
+def test_gathers_in_eight_bits_run_ahead() -> None:
+    """Those of the second layer start while the first one computes."""
+    gm = compiled(make("llama"), {"dp": 2}, GATHERED, zero=3).stage.forward.graph
+    first, second = (n for n in calls_of(gm.graph, ours.all_gather.default) if n.meta["val"].dtype == E4)
+    products = calls_of(gm.graph, ours.scaled_mm.default)
+    assert first < second < products[0]
+
+
 def test_rounding_addends_of_a_gradient_is_a_type_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_products, "_pending", lambda *args: ([], [], []))
     with pytest.raises(StepError):
