@@ -18,7 +18,7 @@ from autopar.ops.delayed_scales import DelayedScales
 from autopar.ops.eager_products import ScaledProducts
 from autopar.options import Options
 from autopar.passes.partition import scale_products
-from autopar.precision import Precision
+from autopar.precision import PRECISIONS, Precision
 from autopar.rewrite.step_checks import StepError
 from autopar.runtime.module.argument_checks import check_replicas
 from tests.support.ranks import refusal, run_ranks
@@ -269,7 +269,7 @@ def both_ways() -> tuple[list[float], list[float], float]:
 
 def test_recorded_steps_and_replicas_are_refused() -> None:
     with pytest.raises(ValueError, match=r"replicas: .* found precision='fp8_delayed'"):
-        check_replicas(Options(replicas=2, precision="fp8_delayed"), "eager", "exact", ())
+        check_replicas(Options(replicas=2, precision=PRECISIONS["fp8_delayed"]), "eager", "exact", ())
     assert "a recorded step would repeat the scales of its first run" in run_ranks(1, recorded, timeout=60)[0]
 
 
