@@ -162,7 +162,7 @@ def parallelize(
         check_no_gradients(model)
         check_arguments(asked, dump, plan, example_batch, **how)
         checks = checks_of(check)
-        check_replicas(asked.replicas, backend, padding, checks)
+        check_replicas(asked, backend, padding, checks)
         check_writable(dump)
         originals = {"": model} | ({LOSS: loss} if isinstance(loss, nn.Module) else {})
         model = model if loss is None else with_loss(model, loss)

@@ -4,6 +4,7 @@ bf16        float32 parameters (what the optimizer steps), cast to bfloat16 wher
 bf16_pure   bfloat16 parameters; gradients are still summed in float32
 fp16        as bf16, in float16: needs a scaled loss (`autopar.GradScaler`)
 fp8         as bf16, with the products of linear layers in float8: one scale per operand
+fp8_delayed the same with scales of earlier steps
 fp8_row     the same with one scale per row and per column
 mxfp8       the same with one scale, a power of two, per 32 numbers
 """
@@ -14,11 +15,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from autopar.spelling import did_you_mean
-from autopar.values import a_text, dtype_name, refuse, texts, yes_or_no
+from autopar.values import a_text, dtype_name, refuse, texts, whole_number, yes_or_no
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 PRODUCTS = ("", "float8")
-SCALINGS = ("tensor", "row", "block")
+SCALINGS = ("tensor", "delayed", "row", "block")
+AMAX = ("max", "most_recent")
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,10 +35,12 @@ class Precision:
 
     product: "float8" for the products of linear layers, forward and backward, whose operands are scaled and rounded;
     what they compute is in ``compute``. scaling: one scale per operand, "tensor", per row and column, "row", or per 32
-    numbers of what is contracted, "block", from the operand itself. wide_weight_gradient: the gradients of weights are
-    products in ``compute``. wide: modules whose products stay in ``compute``, named as in ``keep``, besides those that
-    always do (docs/few_bits.md). gather: "float8" gathers in eight bits what is only gathered to be an operand of such
-    products with scaling="tensor": parameters under zero=3, activations under sequence parallelism.
+    numbers of what is contracted, "block", from the operand itself; or one per operand from earlier steps, "delayed":
+    by the greatest magnitude of ``history`` steps (``amax`` "max") or the last one ("most_recent"), times 2^``margin``.
+    wide_weight_gradient: the gradients of weights are products in ``compute``. wide: modules whose products stay in
+    ``compute``, named as in ``keep``, besides those that always do (docs/few_bits.md). gather: "float8" gathers in
+    eight bits what is only gathered to be an operand of such products with one scale per operand: parameters under
+    zero=3, activations under sequence parallelism.
 
     Buffers, parameters of batch norms, and what a transformers model keeps in float32 are never cast. Raises ValueError
     for an unknown dtype.
@@ -52,6 +56,9 @@ class Precision:
     wide_weight_gradient: bool = False
     wide: tuple[str, ...] = ()
     gather: str = ""
+    history: int = 1024
+    amax: str = "max"
+    margin: int = 0
 
     def __post_init__(self) -> None:
         for name in ("compute", "stored", "reduce"):
@@ -59,9 +66,20 @@ class Precision:
             if value not in ("", *FLOATS):
                 hint = did_you_mean(dtype_name(str(value)), FLOATS)
                 raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, FLOATS))}", value, hint)
-        for name, known in (("product", PRODUCTS), ("scaling", SCALINGS), ("gather", PRODUCTS)):
+        for name, known in (
+            ("product", PRODUCTS),
+            ("scaling", SCALINGS),
+            ("gather", PRODUCTS),
+            ("amax", AMAX),
+        ):
             if getattr(self, name) not in known:
                 raise refuse(f"precision.{name}", f"one of {', '.join(map(repr, known))}", getattr(self, name))
+        whole_number("precision.history", self.history, 1)
+        whole_number("precision.margin", self.margin, 0, 16)
+        if self.scaling != "delayed" and (self.history, self.amax, self.margin) != (1024, "max", 0):
+            raise ValueError(
+                f"precision: history, amax and margin are those of delayed scales, found {self}; add scaling='delayed'"
+            )
         yes_or_no("precision.wide_weight_gradient", self.wide_weight_gradient)
         for name in ("keep", "keep_inputs", "wide"):
             object.__setattr__(self, name, texts(f"precision.{name}", getattr(self, name)))
@@ -73,10 +91,10 @@ class Precision:
                 f"precision: scaling, wide_weight_gradient, wide and gather are those of a product, found {self}; add "
                 "product='float8'"
             )
-        if self.gather and self.scaling != "tensor":
+        if self.gather and self.scaling not in ("tensor", "delayed"):
             raise ValueError(
                 f"precision: gather rounds shards by the scale of the whole, which needs one scale, found {self}; use "
-                "scaling='tensor', or leave gather out"
+                "scaling='tensor' or 'delayed', or leave gather out"
             )
         if self.product and self.compute == "float16":
             raise ValueError(
@@ -93,11 +111,12 @@ class Precision:
     def scales_by_token(self) -> bool:
         """Whether no scale depends on other tokens than the one that it is of: microbatches, token slices and padding
         change nothing."""
-        return not self.product or (self.scaling != "tensor" and self.wide_weight_gradient)
+        return not self.product or (self.scaling in ("row", "block") and self.wide_weight_gradient)
 
     def without_products(self) -> Precision:
         """The policy with all products in ``compute``."""
-        return replace(self, product="", scaling="tensor", wide_weight_gradient=False, wide=(), gather="")
+        scaling = {"scaling": "tensor", "history": 1024, "amax": "max", "margin": 0}
+        return replace(self, product="", wide_weight_gradient=False, wide=(), gather="", **scaling)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
@@ -116,6 +135,7 @@ PRECISIONS = {
     "bf16_pure": Precision("bfloat16", "bfloat16", "float32"),
     "fp16": Precision("float16", "float32", "float32"),
     "fp8": Precision("bfloat16", "float32", "float32", product="float8"),
+    "fp8_delayed": Precision("bfloat16", "float32", "float32", product="float8", scaling="delayed"),
     "fp8_row": Precision("bfloat16", "float32", "float32", product="float8", scaling="row"),
     "mxfp8": Precision("bfloat16", "float32", "float32", product="float8", scaling="block"),
 }

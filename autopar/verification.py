@@ -39,6 +39,7 @@ from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.compute_dtypes import cast_around
 from autopar.ir.mesh import Mesh
 from autopar.lift_to_float64 import LiftFloat32
+from autopar.ops.delayed_scales import DelayedScales
 from autopar.ops.eager_products import ScaledProducts
 from autopar.ops.random_recipes import shared_random
 from autopar.ops.scaled_products import VALUES
@@ -310,7 +311,8 @@ def _products(model: nn.Module, batch: Mapping[str, Any], plan: Plan, mesh: Mesh
         of_each = torch.arange(examples).view(mesh.data_size // mesh.size("ep"), count, -1)
         rows = [x.reshape(-1) for x in of_each.unbind(1)]
     how = plan.options.precision
-    return ScaledProducts(model, weights, how.scaling, how.wide_weight_gradient, rows)
+    delayed = DelayedScales(weights, how.history, how.amax, how.margin) if how.scaling == "delayed" else None
+    return ScaledProducts(model, weights, how.scaling, how.wide_weight_gradient, rows, delayed)
 
 
 def _distance(products: ScaledProducts, few: tuple[float, Gradients], wide: tuple[float, Gradients]) -> str:

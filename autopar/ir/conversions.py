@@ -85,6 +85,11 @@ def uncast(node: Node) -> Node:
     return node.args[0] if is_cast_input(node) else node  # type: ignore[return-value]
 
 
+def unrounded(node: Node) -> Node:
+    """The value that a node rounds to eight bits (`autopar.ops.scaled_products`), else the node."""
+    return node.args[0] if is_call(node, torch.ops.autopar.quantized.default) else node  # type: ignore[return-value]
+
+
 def conversion_of(node: Node) -> tuple[str, Placement, Placement]:
     """(axis, source, target) of a conversion, the placements in terms of global shapes."""
     if "conversion" in node.meta:

@@ -9,18 +9,22 @@ of torch and transformers call them. `unmet` names the parameters that no such c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.ops.delayed_scales import DelayedScales, keys_of
 from autopar.ops.scaled_products import scaled_linear
 
 
 class ScaledProducts(TorchFunctionMode):
-    """Context manager. ``microbatches``: rows of the batch of each microbatch, which scale by themselves; none: one."""
+    """Context manager. ``microbatches``: rows of the batch of each microbatch, which scale by themselves; none: one.
+    ``delayed``: the scales of earlier steps, which the caller advances after each step."""
 
     def __init__(
         self,
@@ -29,32 +33,46 @@ class ScaledProducts(TorchFunctionMode):
         scaling: str,
         wide_weight_gradient: bool = False,
         microbatches: Sequence[Tensor] = (),
+        delayed: DelayedScales | None = None,
     ) -> None:
         super().__init__()
         named = dict(model.named_parameters(remove_duplicate=False))
         self.how, self.microbatches = (scaling, wide_weight_gradient), microbatches
         self.weights = {id(named[name]): name for name in weights}
-        self.unmet = set(weights)
+        self.unmet, self._delayed, self._stack = set(weights), delayed, ExitStack()
+
+    def __enter__(self) -> ScaledProducts:
+        if self._delayed is not None:
+            self._stack.enter_context(self._delayed.used(notes=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.linear and self._is_scaled(weight := _given(args, kwargs, 1, "weight")):
+        if func is nn.functional.linear and (name := self._scaled(weight := _given(args, kwargs, 1, "weight"))):
             bias = _given(args, kwargs, 2, "bias")
-            return self._product(_given(args, kwargs, 0, "input"), weight, bias)
-        if func is torch.addmm and len(args) == 3 and self._is_scaled(args[2]):
-            return self._product(args[1], args[2].t(), args[0])
+            return self._product(name, _given(args, kwargs, 0, "input"), weight, bias)
+        if func is torch.addmm and len(args) == 3 and (name := self._scaled(args[2])):
+            return self._product(name, args[1], args[2].t(), args[0])
         return func(*args, **kwargs)
 
-    def _is_scaled(self, weight: Any) -> bool:
-        name = self.weights.get(id(weight))
-        self.unmet.discard(name or "")
-        return name is not None
+    def _scaled(self, weight: Any) -> str:
+        """The name of a weight whose products are scaled."""
+        name = self.weights.get(id(weight), "")
+        self.unmet.discard(name)
+        return name
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        operands = ("", "", "") if self._delayed is None else keys_of(name)
+        how = functools.partial(scaled_linear, scaling=self.how[0], wide_weight_gradient=self.how[1], operands=operands)
         if not self.microbatches:
-            return scaled_linear(x, weight, bias, *self.how)
+            return how(x, weight, bias)
         examples = sum(map(len, self.microbatches))
         if x.numel() % (examples * x.shape[-1]):
             raise ValueError(
@@ -62,7 +80,7 @@ class ScaledProducts(TorchFunctionMode):
                 "microbatches cannot be told apart; compare with one microbatch"
             )
         rows = x.reshape(examples, -1, x.shape[-1])
-        made = [scaled_linear(rows[own], weight, bias, *self.how) for own in self.microbatches]
+        made = [how(rows[own], weight, bias) for own in self.microbatches]
         back = torch.cat(list(self.microbatches)).argsort()
         return torch.cat(made)[back].reshape(*x.shape[:-1], weight.shape[0])
 

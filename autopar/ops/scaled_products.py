@@ -25,13 +25,14 @@ from torch import Tensor
 
 import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
 from autopar.ops.declare import operator
+from autopar.ops.delayed_scales import scales_in_use
 from autopar.ops.kernels.chips import chip_of
 
 VALUES = torch.float8_e4m3fn
 GRADIENTS = {"tensor": torch.float8_e5m2, "row": torch.float8_e4m3fn}
 BLOCK = 32
 SMALLEST = 2.0**-100  # magnitudes below count as zero: their scales would be no normal numbers
-MULTIPLE = {"tensor": 16, "row": 16, "block": BLOCK}  # of the dims that kernels take
+MULTIPLE = {"tensor": 16, "delayed": 16, "row": 16, "block": BLOCK}  # of the dims that kernels take
 ops = torch.ops.autopar
 
 
@@ -74,6 +75,16 @@ def _scale_of(magnitude: Tensor, format: torch.dtype, power_of_two: bool) -> Ten
 def scale_of(magnitude: Tensor, format: torch.dtype, power_of_two: bool) -> Tensor:
     """The scale that maps a magnitude to the greatest number of a format; or the next power of two above it."""
     return _scale_of(magnitude, format, power_of_two)
+
+
+@operator(
+    schema="(Tensor own, str[] axes, str operand, ScalarType format) -> Tensor",
+    fake=lambda own, *_: torch.empty_like(own),
+)
+def delayed_scale(own: Tensor, axes: list[str], operand: str, format: torch.dtype) -> Tensor:
+    """The scale [1, 1] of an operand from earlier steps; notes the magnitude of a rank's shard for later ones. ``axes``
+    shard the operand. Equal on all ranks."""
+    return _scale_of(scales_in_use().magnitude(own, axes, operand), format, False)
 
 
 def _quantized(x: Tensor, scale: Tensor, format: torch.dtype) -> Tensor:
@@ -129,9 +140,15 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: tor
 ALL = [0, 1]
 
 
-def scaled(x: Tensor, dims: list[int], axes: Sequence[str], format: torch.dtype, power_of_two: bool) -> tuple[Any, Any]:
-    """(x in a format, its scale) for x [m, n]: one scale over ``dims``, agreed over the ranks of ``axes``."""
+def scaled(
+    x: Tensor, dims: list[int], axes: Sequence[str], format: torch.dtype, power_of_two: bool, operand: str = ""
+) -> tuple[Any, Any]:
+    """(x in a format, its scale) for x [m, n]: one scale over ``dims``, agreed over the ranks of ``axes``; by earlier
+    magnitudes of an ``operand`` that has a name."""
     magnitude = ops.largest(x, dims)
+    if operand:
+        scale = ops.delayed_scale(magnitude, list(axes), operand, format)
+        return ops.quantized(x, scale, format), scale
     for axis in axes:
         magnitude = ops.all_reduce(magnitude, axis, "max")
     scale = ops.scale_of(magnitude, format, power_of_two)
@@ -160,18 +177,19 @@ def scaled_linear(
     input_shares: Sequence[int] = (),
     weight_shares: Sequence[int] = (),
     misfit: str = "",
+    operands: Sequence[str] = ("", "", ""),
 ) -> Tensor:
     """A linear layer whose products, forward and backward, are of float8: [..., k], [n, k], [n] -> [..., n].
 
-    scaling: "tensor", "row" or "block". wide_weight_gradient: dw in the dtype of the input. rows, inner, columns: the
-    axes that shard tokens, k and n. pending: axes over which the gradient of the result arrives in addends, which are
-    added before it is quantized; each rank then passes on its share of what the ranks compute alike, one of
-    ``input_shares`` and ``weight_shares``. misfit: why tokens make no blocks; it is raised where they are needed.
+    scaling: "tensor", "delayed", "row" or "block". wide_weight_gradient: dw in the dtype of the input. rows, inner,
+    columns: the axes that shard tokens, k and n. pending: axes over which the gradient of the result arrives in
+    addends, which are added before it is quantized; each rank then passes on its share of what the ranks compute alike,
+    one of ``input_shares`` and ``weight_shares``. misfit: why tokens make no blocks; it is raised where they are
+    needed. operands: the names of input, weight and gradient, which delayed scales are by.
     """
     how = (scaling, wide_weight_gradient, list(rows), list(inner), list(columns))
-    out: Tensor = _ScaledLinear.apply(
-        input, weight, *how, list(pending), list(input_shares), list(weight_shares), misfit
-    )
+    shares = list(input_shares), list(weight_shares)
+    out: Tensor = _ScaledLinear.apply(input, weight, *how, list(operands), list(pending), *shares, misfit)
     return out if bias is None else out + bias
 
 
@@ -179,33 +197,34 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, scaling: str, wide: bool, rows: list[str], inner: list[str],
-        columns: list[str], *sums: list[Any],
+        columns: list[str], operands: list[str], *sums: list[Any],
     ) -> Tensor:  # fmt: skip
         x2, by_row = x.reshape(-1, x.shape[-1]), scaling == "row"
-        ctx.facts = scaling, wide, rows, columns, sums
+        ctx.facts = scaling, wide, rows, columns, operands[2], sums
         if scaling == "block":
             (qx, sx), (qw, sw) = in_blocks(x2, 1), in_blocks(w, 1)
             ctx.save_for_backward(x2, w)
             return ops.scaled_mm(qx, qw.t(), sx, sw.t(), x.dtype).view(*x.shape[:-1], w.shape[0])
         along = [1] if by_row else ALL
-        qx, sx = scaled(x2, along, inner if by_row else [*rows, *inner], VALUES, by_row)
-        qw, sw = scaled(w, along, inner if by_row else [*columns, *inner], VALUES, by_row)
+        qx, sx = scaled(x2, along, inner if by_row else [*rows, *inner], VALUES, by_row, operands[0])
+        qw, sw = scaled(w, along, inner if by_row else [*columns, *inner], VALUES, by_row, operands[1])
         ctx.save_for_backward(*((x2, w) if by_row else (qx, sx, qw, sw, *([x2] if wide else []))))
         return ops.scaled_mm(qx, qw.t(), sx, sw.t(), x.dtype).view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        scaling, wide, rows, columns, (pending, *shares, misfit) = ctx.facts
+        scaling, wide, rows, columns, operand, (pending, *shares, misfit) = ctx.facts
         for axis in pending:
             grad = ops.all_reduce(grad, axis, "sum")
         y, needs = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad[:2]
         if scaling == "block":
             dx, dw = _by_block(y, ctx.saved_tensors, needs, wide, misfit)
+        elif scaling == "row":
+            dx, dw = _by_row(y, ctx.saved_tensors, needs, wide, rows, columns)
         else:
-            backward = _by_row if scaling == "row" else _by_tensor
-            dx, dw = backward(y, ctx.saved_tensors, needs, wide, rows, columns)
+            dx, dw = _by_tensor(y, ctx.saved_tensors, needs, wide, [*rows, *columns], operand)
         found = [_shared(g, sizes) for g, sizes in zip((dx, dw), shares, strict=True)]
-        return found[0] if dx is None else found[0].view(*grad.shape[:-1], -1), found[1], *[None] * 9
+        return found[0] if dx is None else found[0].view(*grad.shape[:-1], -1), found[1], *[None] * 10
 
 
 def _shared(gradient: Tensor | None, sizes: Sequence[int]) -> Any:
@@ -219,9 +238,9 @@ Pair = tuple[Tensor | None, Tensor | None]
 Needs = Sequence[bool]
 
 
-def _by_tensor(y: Tensor, saved: Any, needs: Needs, wide: bool, rows: list[str], columns: list[str]) -> Pair:
+def _by_tensor(y: Tensor, saved: Any, needs: Needs, wide: bool, axes: list[str], operand: str) -> Pair:
     qx, sx, qw, sw, *x2 = saved
-    qy, sy = scaled(y, ALL, [*rows, *columns], GRADIENTS["tensor"], False)
+    qy, sy = scaled(y, ALL, axes, GRADIENTS["tensor"], False, operand)
     dx = ops.scaled_mm(qy, qw, sy, sw, y.dtype) if needs[0] else None
     if not needs[1]:
         return dx, None

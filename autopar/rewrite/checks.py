@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import mutates
-from autopar.ir.conversions import conversion_of, is_conversion, uncast
+from autopar.ir.conversions import conversion_of, is_conversion, uncast, unrounded
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import (
     calls_of,
@@ -190,11 +190,11 @@ def check_plain(gm: GraphModule, ctx: Compilation) -> None:
 
 
 def is_parameter_gather(node: Node) -> bool:
-    """Whether it is an all-gather of a placeholder, cast or not, or the next in a chain of such all-gathers."""
+    """Whether it is an all-gather of a placeholder, cast, rounded or as it is, or the next in a chain of such."""
     if not is_call(node, torch.ops.autopar.all_gather.default):
         return False
     source = node.args[0]
-    return isinstance(source, Node) and (uncast(source).op == "placeholder" or is_parameter_gather(source))
+    return isinstance(source, Node) and (uncast(unrounded(source)).op == "placeholder" or is_parameter_gather(source))
 
 
 def gathers_by_layer(gm: GraphModule) -> list[list[Node]]:

@@ -168,7 +168,7 @@ _add(
     "logical_not logical_and logical_or clamp clamp_min clamp_max maximum minimum max.other min.other copysign",
     pointwise(),
 )
-_add("autopar::watch autopar::scale_of autopar::quantized", NEVER_LINEAR)
+_add("autopar::watch autopar::scale_of autopar::delayed_scale autopar::quantized", NEVER_LINEAR)
 _add("autopar::largest", _largest)
 _add("autopar::scaled_mm", block_scaled_mm_rule)
 _add("_softmax_backward_data _log_softmax_backward_data", _softmax_backward)

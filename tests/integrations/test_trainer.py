@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import types
@@ -213,6 +214,24 @@ def test_batches_of_changing_lengths(tmp_path: Path) -> None:
     found = run_ranks(2, ragged, {"dp": 2}, str(tmp_path), timeout=200)[0]
     worst = differences(found, expected)
     assert worst["loss"] < EXACT and worst["grad_norm"] < EXACT and worst["eval_loss"] < EXACT
+
+
+def in_few_bits(sizes: dict[str, int], folder: str, scaling: str) -> list[dict[str, float]]:
+    policy = autopar.Precision("float64", "float64", "float64", product="float8" if scaling else "")
+    options = {"precision": dataclasses.replace(policy, scaling=scaling) if scaling else policy}
+    how: dict[str, Any] = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
+    return trained(sizes, folder, one_layer, options=options, **how)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "delayed"])
+def test_products_in_few_bits(scaling: str, tmp_path: Path) -> None:
+    """`precision=` of the options: the losses of one process with the same products."""
+    expected = run_ranks(1, in_few_bits, {"dp": 1}, str(tmp_path), scaling, timeout=200)[0]
+    found = run_ranks(2, in_few_bits, {"dp": 2}, str(tmp_path), scaling, timeout=200)[0]
+    worst = differences(found, expected)
+    assert worst["loss"] < EXACT and worst["grad_norm"] < EXACT
+    wide = run_ranks(1, in_few_bits, {"dp": 1}, str(tmp_path), "", timeout=200)[0]
+    assert differences(wide, expected)["loss"] > 1e-6
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -171,7 +171,7 @@ def test_grouped_products_of_experts_are_said_to_stay_wide() -> None:
     "given, says",
     [
         ({"product": "float4"}, "precision.product: expected one of '', 'float8', found 'float4'"),
-        ({"product": "float8", "scaling": "column"}, "precision.scaling: expected one of 'tensor', 'row'"),
+        ({"product": "float8", "scaling": "column"}, "precision.scaling: expected one of 'tensor', 'delayed', 'row'"),
         ({"scaling": "row"}, "are those of a product"),
         ({"product": "float8", "compute": "float16"}, "the range of float32"),
         ({"product": "float8", "compute": ""}, "needs a dtype to compute in"),
@@ -250,8 +250,8 @@ def test_rounding_addends_of_a_gradient_is_a_type_error(monkeypatch: pytest.Monk
         compiled(made, {"tp": 4}, EXACT)
 
 
-def gathered_bytes(axis: str, sizes: dict[str, int], gather: str, **options: Any) -> int:
-    policy = dataclasses.replace(PRECISIONS["fp8"], gather=gather)
+def gathered_bytes(axis: str, sizes: dict[str, int], gather: str, name: str = "fp8", **options: Any) -> int:
+    policy = dataclasses.replace(PRECISIONS[name], gather=gather)
     made = make("llama")
     return step_communication(compiled((made[0].float(), made[1]), sizes, policy, **options))[axis, "all_gather"].bytes
 

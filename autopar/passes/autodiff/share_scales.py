@@ -19,7 +19,7 @@ from autopar.ir.graph import arguments, frozen, is_call, reach
 from autopar.ops.traits import is_view
 
 ours = torch.ops.autopar
-SCALING = (ours.largest.default, ours.scale_of.default, ours.quantized.default)
+SCALING = (ours.largest.default, ours.scale_of.default, ours.delayed_scale.default, ours.quantized.default)
 
 
 def share_scales(gm: GraphModule) -> None:

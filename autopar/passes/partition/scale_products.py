@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import arguments, calls_of, described_at, global_shape, placement
 from autopar.ir.mesh import IN_TIME
 from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Partial, Replicate, Shard, scaled_blocks
+from autopar.ops.delayed_scales import keys_of
 from autopar.ops.scaled_products import BLOCK, scaled_linear, token_misfit
 from autopar.planner.scaled_products import LINEAR, weight_of
 from autopar.rewrite.compilation import Compilation
@@ -34,9 +36,11 @@ class ScaleProducts(Pass):
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None
         products, precision = ctx.plan.products, ctx.plan.options.precision
+        named = dict[Node, str]()  # inputs by name
         names, axes = names_of_parameters(gm), [a for a in ctx.mesh.sizes if a not in IN_TIME]
         for node in calls_of(gm.graph, LINEAR) if products else ():
-            if products.get(weight_of(node, names) or "", "wide"):
+            weight = weight_of(node, names) or ""
+            if products.get(weight, "wide"):
                 continue
             _refuse_addends(node, axes)
             args = arguments(node)
@@ -46,8 +50,18 @@ class ScaleProducts(Pass):
             node.args = (*operands, *how, *_shards(node, axes), *_pending(node, axes, ctx))
             if precision.scaling == "block":
                 node.args += (_misfit(node, axes, ctx),)
+            if precision.scaling == "delayed":
+                first, *others = keys_of(weight)
+                node.args += ("", [named.setdefault(_converted(args["input"]), first), *others])
         gm.recompile()
         return gm
+
+
+def _converted(node: Node) -> Node:
+    """The value that conversions have made this of: products share one input, and its scale."""
+    while is_conversion(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _refuse_addends(node: Node, axes: list[str]) -> None:

@@ -2,9 +2,10 @@
 
 Consumes    a step graph.
 Guarantees  gathers of a layer's parameters below `LONE_BYTES` become one gather per dtype and set of axes, where the
-            first of them was; reduce-scatters of such gradients become one per layer, of at most ``bucket_bytes``.
-            Values sharded on both dp and cp take one collective per axis. A gather is unpacked right before its first
-            use, so that it can still overlap with the layer before.
+            first of them was. Ranks agree on the magnitudes of those that are rounded to eight bits in one exchange.
+            Reduce-scatters of such gradients become one per layer, of at most ``bucket_bytes``. Values sharded on both
+            dp and cp take one collective per axis. A gather is unpacked right before its first use, so that it can
+            still overlap with the layer before.
 Leaves      large parameters, for which two copies would cost more than the latency saved; shards of dims other than the
             first; gathers of activations.
 
@@ -22,8 +23,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
-from autopar.ir.conversions import is_cast_input, uncast
-from autopar.ir.graph import arguments, insert_call, is_call, layer_of, nbytes, output_node, shape
+from autopar.ir.conversions import uncast, unrounded
+from autopar.ir.graph import ancestors, arguments, insert_call, is_call, layer_of, nbytes, output_node, shape
 from autopar.ir.meta import of_no_module
 from autopar.options import Options
 from autopar.passes.step.bucket_gradients import ends_in_output, move_users_to_end
@@ -34,6 +35,7 @@ from autopar.rewrite.pass_manager import Pass
 aten = torch.ops.aten
 LONE_BYTES = 2**20
 GATHER = torch.ops.autopar.all_gather.default
+REDUCE = torch.ops.autopar.all_reduce.default
 SCATTER = torch.ops.autopar.reduce_scatter.default
 
 
@@ -65,7 +67,7 @@ def _runs(gm: GraphModule) -> list[list[Chain]]:
         for node in layer:
             chain = _chain(node, GATHER)
             inner = any(is_call(user, GATHER) for user in node.users)
-            if not inner and uncast(_source(chain)).op == "placeholder" and _is_small(chain, _source(chain)):
+            if not inner and uncast(unrounded(_source(chain))).op == "placeholder" and _is_small(chain, _source(chain)):
                 _add(found, groups, chain)
     return [chains for chains in found if len(chains) > 1]
 
@@ -132,14 +134,48 @@ def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
     graph, first = gm.graph, chains[0][0]
     order = {n: i for i, n in enumerate(graph.nodes)}
     sources = list(map(_source, chains))
-    for cast in filter(is_cast_input, sources):
-        first.prepend(cast)
+    _bring(first, sources)
     whole = _through(first, _packed(first, sources, 1), GATHER, chains[0])
     uses = {chain[-1]: min(chain[-1].users, key=order.__getitem__) for chain in chains}
     sizes = [s.meta["val"].numel() for s in sources]
     parts = _split(min(uses.values(), key=order.__getitem__), whole, sizes, aten.split_with_sizes.default)
     for i, chain in enumerate(chains):
         _unpack(graph, uses[chain[-1]], parts, i, aten.reshape.default, chain)
+
+
+def _bring(before: Node, sources: list[Node]) -> None:
+    """Casts of parameters, and what scales and rounds them, come to here; ranks agree on all their magnitudes at
+    once."""
+    lead = sorted(_computed(sources))
+    agreed = [n for n in lead if is_call(n, REDUCE)]
+    first = _computed(agreed)
+    for node in (n for n in lead if n in first):
+        before.prepend(node)
+    for axis in dict.fromkeys(arguments(n)["axis"] for n in agreed):
+        _join_maxima(before, [n for n in agreed if arguments(n)["axis"] == axis])
+    for node in (n for n in lead if n not in first):
+        before.prepend(node)
+
+
+def _computed(nodes: list[Node]) -> set[Node]:
+    return {n for n in ancestors(nodes) if n.op != "placeholder"}
+
+
+def _join_maxima(before: Node, maxima: list[Node]) -> None:
+    """One all-reduce of several magnitudes [1, 1] over an axis, none of which is made of another."""
+    own, axis = [arguments(n)["x"] for n in maxima], arguments(maxima[0])["axis"]
+    if len(own) < 2 or not set(maxima).isdisjoint(ancestors(own)):
+        return
+    like = _like(own[0], (len(own), 1))
+    packed = insert_call(before, aten.cat.default, (own, 0), val=like, name="magnitudes")
+    agreed = insert_call(before, REDUCE, (packed, axis, "max"), val=like, name="bucket")
+    of_no_module(packed)
+    of_no_module(agreed)
+    parts = insert_call(before, aten.split_with_sizes.default, (agreed, [1] * len(own), 0))
+    of_no_module(parts)
+    for i, node in enumerate(maxima):
+        node.replace_all_uses_with(insert_call(before, operator.getitem, (parts, i), like=node))
+        node.graph.erase_node(node)
 
 
 def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:

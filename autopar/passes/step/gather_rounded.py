@@ -2,8 +2,9 @@
 
 Consumes    a step graph.
 Guarantees  an all-gather, of a parameter or of activations, whose result is only rounded, by one scale, becomes one of
-            the rounded shards; ranks agree on the scale by an all-reduce of one maximum. Every number stays: the
-            greatest of the whole is the greatest of the greatest, and a shard is rounded as it is in the whole.
+            the rounded shards; ranks agree on the scale by an all-reduce of one maximum, or have it from earlier
+            steps. Every number stays: the greatest of the whole is the greatest of the greatest, and a shard is rounded
+            as it is in the whole.
 Leaves      gathers whose result is used otherwise, or scaled by row, since a row's scale would be needed on its shard.
 
     w = all_gather(p, "dp")                           m = all_reduce(largest(p), "dp", "max")
@@ -62,9 +63,13 @@ def _round_before(gather: Node, magnitudes: list[Node], rounded: list[Path]) -> 
     if shard.meta["val"].dim() != 2:
         flat = insert_call(first, aten.reshape.default, (shard, [1, -1]), like=shard)
     own = insert_call(first, ours.largest.default, (flat, [0, 1]), like=first)
-    agreed = insert_call(first, ours.all_reduce.default, (own, args["axis"], "max"), like=first)
+    agreed = own
+    if not (delayed := [n for m in magnitudes for n in m.users if is_call(n, ours.delayed_scale.default)]):
+        agreed = insert_call(first, ours.all_reduce.default, (own, args["axis"], "max"), like=first)
     for magnitude in magnitudes:
         magnitude.replace_all_uses_with(agreed)
+    for scale in delayed:
+        scale.update_arg(1, [*arguments(scale)["axes"], args["axis"]])
     start = min(way[-1] for way in rounded)
     pieces = insert_call(start, ours.quantized.default, (shard, *start.args[1:]), like=start)
     whole = insert_call(start, ours.all_gather.default, (pieces, *gather.args[1:]), like=gather)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -47,7 +48,12 @@ from autopar.rewrite.pass_manager import Pass
 
 MARGIN = 2.0  # of the estimated time of gathers and copies, which cost memory but nothing else when they are early
 LOOK = 16  # calls that are tried in place of a transfer
-TOKENS = (torch.ops.autopar.all_to_all_rows.default, torch.ops.autopar.all_to_all.default, *ASKS)
+aten, ours = torch.ops.aten, torch.ops.autopar
+TOKENS = (ours.all_to_all_rows.default, ours.all_to_all.default, *ASKS)
+MOVES = (
+    aten.cat.default, aten.split_with_sizes.default, operator.getitem,
+    ours.largest.default, ours.scale_of.default, ours.delayed_scale.default, ours.quantized.default,
+)  # beside views: what joins parameters, and rounds them  # fmt: skip
 ATTEMPTS = 4  # at an order within memory: schedules count without the buffers of transfers
 
 
@@ -91,12 +97,12 @@ def _put(gm: GraphModule, calls: Iterable[Node]) -> None:
 
 
 def _waits_for_nothing(node: Node) -> bool:
-    """Whether a transfer may start at any time: what it moves is an input, cast or not, or several of them."""
+    """Whether a transfer may start at any time: what it moves is an input, cast or rounded or not, or several."""
     return all(x.op == "placeholder" or (_only_moves(x) and _waits_for_nothing(x)) for x in node.all_input_nodes)
 
 
 def _only_moves(node: Node) -> bool:
-    return is_started(node) or node.target in PASSING or is_call(node, torch.ops.aten.cat.default)
+    return is_started(node) or node.target in PASSING or is_call(node, *MOVES)
 
 
 def _started_at_once(calls: list[Node]) -> list[Node]:

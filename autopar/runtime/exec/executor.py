@@ -29,6 +29,7 @@ from autopar.adapters.profiling import is_profiled
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import set_device
 from autopar.ir.traffic import Ledger, add_ledgers, ledger_between
+from autopar.ops.delayed_scales import DelayedScales
 from autopar.ops.grouped_experts import ends_of_rows
 from autopar.ops.value_checks import take_notes
 from autopar.runtime.comm.p2p import AXIS, Channels
@@ -107,6 +108,7 @@ class Executor:
         self.load: ExpertLoad | None = None  # of the module, that it counts for
         self.finite: FiniteCheck | None = None  # likewise
         self.replay: ReplayCheck | None = None  # likewise
+        self.scales: DelayedScales | None = None  # likewise
         self.times: tuple[StepTimes, str] | None = None  # likewise, and the kind of its calls
         self._experts: dict[int, list[str]] = {}  # stage -> names of layers
         self._known: dict[str, Any] = {}  # by name, fake values returned by compiled code
@@ -216,6 +218,7 @@ class Executor:
                 self.finite.check(
                     losses, result.gradients, self._named(values), lambda: [x for _, x in _named_results(again())]
                 )
+            self._end_step()
             return result
 
     @torch.no_grad()
@@ -282,7 +285,12 @@ class Executor:
             if self.finite is not None:
                 read = self._named(paused.values) | {f"the gradient of {name}": x for name, x in tangents.items()}
                 self.finite.check({}, gradients, read, lambda: list(whole().values()))
+            self._end_step()
         return gradients
+
+    def _end_step(self) -> None:
+        if self.scales is not None and self.compiled.train:
+            self.scales.advance()
 
     def _place(self, tangents: Mapping[str, Tensor], slots: list[Any]) -> None:
         """Put the gradients of outputs where the backward reads them."""
@@ -302,7 +310,10 @@ class Executor:
         agree on the next call."""
         times, kind = self.times or (None, "")
         try:
-            with times.step(f"{kind} {phase}", self.groups.device) if times is not None else nullcontext():
+            with (
+                times.step(f"{kind} {phase}", self.groups.device) if times is not None else nullcontext(),
+                self.scales.used(notes=self.compiled.train) if self.scales is not None else nullcontext(),
+            ):
                 yield
         except BaseException:
             if not self._alone:

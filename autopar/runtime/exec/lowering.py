@@ -271,6 +271,8 @@ def axes_of(graphs: Iterable[GraphModule]) -> tuple[set[str], set[str]]:
     for node in (node for gm in graphs for node in gm.graph.nodes):
         if node.target in COLLECTIVES:
             axes.add(named_arguments(node)["axis"])
+        elif node.target is ours.delayed_scale.default:  # in the first step
+            axes.update(named_arguments(node)["axes"])
         elif node.target in OPERATORS:
             along.add(named_arguments(node)["axis"])
     return axes | along, along

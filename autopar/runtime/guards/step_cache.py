@@ -26,6 +26,7 @@ from autopar.runtime.consistency.rank_checks import (
     compare_on_ranks,
     everywhere,
 )
+from autopar.runtime.exec.delayed_scales import delayed_scales
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.expert_stats import ExpertLoad
 from autopar.runtime.exec.finite_check import FiniteCheck
@@ -98,7 +99,7 @@ class StepCache:
         self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
         self.plan, self.microbatches, self._check_replica_inputs = plan, microbatches, check_replica_inputs
         self._batches, self.load, self.health = BatchContents(groups), ExpertLoad(groups), HealthWatch(groups)
-        self._finite, self._replay = finite, replay
+        self._finite, self._replay, self.scales = finite, replay, delayed_scales(plan, groups)
         self._bound = 0  # steps so far, the same number on all ranks
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
@@ -268,6 +269,7 @@ class StepCache:
         check_unclear(self._groups, batch, self.plan, self._check_replica_inputs)
         runner = Executor(compiled, self._groups, self.backend)
         runner.load, runner.finite, runner.replay = self.load, self._finite, self._replay
+        runner.scales = self.scales
         self._bound += 1
         if self.backend == "eager":  # other code waits where nobody sees it
             runner.times = self.health.times, str(self._bound)

@@ -97,14 +97,15 @@ def checks_of(given: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def check_replicas(count: int, backend: str, padding: Any, checks: tuple[str, ...]) -> None:
+def check_replicas(options: Options, backend: str, padding: Any, checks: tuple[str, ...]) -> None:
     """Raises ValueError for arguments that do not go with several replicas."""
     given = {
         f"check={list(checks)}": bool(checks),
         f"padding={padding!r}": padding != "exact",
         f"backend={backend!r}": "cudagraphs" in backend,
+        f"precision={options.precision!r}": options.precision.scaling == "delayed",
     }
-    if count > 1 and (found := next((words for words, asked in given.items() if asked), "")):
+    if (count := options.replicas) > 1 and (found := next((words for words, asked in given.items() if asked), "")):
         raise ValueError(
             f"replicas: a step is computed by {count} worlds that do not share everything, found {found}, which needs "
             "one world; leave it out"
@@ -138,6 +139,11 @@ def check_arguments(
         raise ValueError(
             f"example_batch: needs the keyword arguments of the forward, found a {type(example_batch).__name__}; "
             "pass a dict such as {'input_ids': ..., 'labels': ...}"
+        )
+    if "cudagraphs" in backend and options.precision.scaling == "delayed":
+        raise ValueError(
+            f"backend: a recorded step would repeat the scales of its first run, found {backend!r} and "
+            f"{options.precision!r}; use another backend, or scaling='tensor'"
         )
     if padding != "exact" and options.capacity_factor:
         raise ValueError(

@@ -52,7 +52,8 @@ class RankState:
     own: its shards of parameters by name. canonical: any name of a parameter, tied ones too -> its name. buffers: the
     persistent ones. last_use: when the last training step began (`autopar.runtime.optim.step_hooks`). averages: those
     of `autopar.ema`, in order of creation. owed: checks that earlier calls have deferred. line: the run whose
-    checkpoints it saves. stateful: by path, modules with a state beside tensors (`get_extra_state`).
+    checkpoints it saves. stateful: by path, modules with a state beside tensors (`get_extra_state`),
+    and "delayed scales".
     """
 
     groups: Groups
@@ -69,7 +70,7 @@ class RankState:
     last_use: int
     owed: list[RankCheck]
     line: RunLineage
-    stateful: dict[str, nn.Module]
+    stateful: Mapping[str, Any]
 
 
 class Stateful(nn.Module):
@@ -94,6 +95,7 @@ class Stateful(nn.Module):
     def held(self) -> RankState:
         """The current state that a checkpoint contains."""
         own, specs = self._tree.own, self._tree.specs
+        scales = {"delayed scales": self._cache.scales} if self._cache.scales is not None else {}
         return RankState(
             self._groups,
             own,
@@ -109,7 +111,7 @@ class Stateful(nn.Module):
             self._last_use,
             self._cache.owed(),
             self._line,
-            state_dict_hooks.with_extra_state(self._tree.root),
+            state_dict_hooks.with_extra_state(self._tree.root) | scales,
         )
 
     def take_average(self, average: Any) -> None:
