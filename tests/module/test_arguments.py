@@ -157,8 +157,8 @@ OPTIONS: list[tuple[str, Any, str]] = [
     (
         "precision",
         "half",
-        "expected 'none', 'bf16', 'bf16_pure', 'fp16', 'fp8', 'fp8_delayed', 'fp8_row', 'mxfp8', or an autopar.Precision, "
-        "found 'half'",
+        "expected 'none', 'bf16', 'bf16_pure', 'fp16', 'fp8', 'fp8_delayed', 'fp8_row', 'mxfp8', "
+        "or an autopar.Precision, found 'half'",
     ),
     ("replicate_ops", "aten.sinc.default", r"expected a tuple of names such as \('aten.sinc.default',\)"),
     ("replicate_ops", [1], "expected a tuple of names"),

@@ -21,12 +21,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.adapters.distributed import default_store, group_of_members, make_default_group, own_client
+from autopar.adapters.distributed import default_store, group_of_members, make_default_group, own_client, root_store
 from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_alike
 from autopar.runtime.fault.errors import board, error_context
 from autopar.runtime.fault.store_barrier import world_store
-from autopar.runtime.fault.store_client import StoreClient
+from autopar.runtime.fault.store_client import StoreClient, look
 from autopar.runtime.mesh.process_groups import Groups, init_mesh, mesh_of, with_rest
 from tests.support.launched import serve
 from tests.support.meeting import meet_for
@@ -118,6 +118,34 @@ def test_a_group_is_made_when_all_members_are_connected(default: bool) -> None:
     """A member that ended before would close the connections that others are making."""
     serve()
     assert autopar.launch(made_beside_a_slow_rank, 2, (default,), device="cpu", timeout=60)[0] > 0.9
+
+
+def keys_after_starts(starts: int) -> list[int]:
+    """How many keys the launcher's store holds after each start of two ranks."""
+    rank, limit, found = int(os.environ["RANK"]), timedelta(minutes=1), []
+    last = ""
+    for _ in range(starts):
+        store = world_store(rank, 2, limit)
+        make_default_group("gloo", store, rank, 2, limit)
+        dist.all_reduce(torch.ones(1))
+        store.add("left by a rank", 1)
+        root = root_store(store)
+        deadline = time.monotonic() + 20
+        while last and any(key.startswith(last) for key in root.list_keys()) and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(0.05)
+        dist.barrier()
+        found.append(root.num_keys())
+        last = look(root, "autopar/start of 2")
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="torch 2.13 lists the keys of a store")
+def test_a_start_deletes_the_keys_of_the_one_before() -> None:
+    """The store of a launcher serves all restarts of a job."""
+    serve()
+    first, *_, last = autopar.launch(keys_after_starts, 2, (4,), device="cpu", timeout=90)[0]
+    assert last <= first + 2
 
 
 def groups_of_many() -> tuple[list[list[int]], list[int]]:

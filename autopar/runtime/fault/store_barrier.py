@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from autopar.adapters.distributed import hosted_by_launcher, store_host
+from autopar.adapters.distributed import hosted_by_launcher, own_client, store_host
 from autopar.runtime.fault.error_propagation import EACH, ErrorBoard, RoleBoard, ranks_named
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
@@ -25,6 +26,7 @@ from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError, 
 T = TypeVar("T")
 PATIENCE = 10  # times the timeout that a barrier waits for ranks that are alive and working in a call of autopar
 BETWEEN = 5 * BEAT  # seconds that they may be between two calls
+STARTS = "autopar/start/"
 LATE = 0.02  # seconds after which a rank reports that it waits
 MOST_SHOWN = 200  # characters of a difference in an error
 
@@ -48,7 +50,19 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     if why:
         time.sleep(BEAT if rank == 0 else 0.0)  # rank 0 may host the store that the others read
         raise CollectiveError(what + why)
+    if rank == 0:
+        threading.Thread(target=_forget_earlier, args=(own_client(store), meeting.name), daemon=True).start()
     return dist.PrefixStore(meeting.name, store)
+
+
+def _forget_earlier(store: dist.Store, name: str) -> None:
+    """Delete the keys of earlier starts, whose ranks are gone, those of torch's groups among them: a launcher's store
+    would grow with every restart. In the background, with pauses for other requests."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # before torch 2.13; the store has ended
+        for key in store.list_keys():
+            if key.startswith(STARTS) and not key.startswith(f"{name}/"):
+                store.delete_key(key)
+                time.sleep(EACH)
 
 
 def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Store:
@@ -92,7 +106,7 @@ class _Meeting:
         """Be counted under the name that rank 0 has published last, which is a new one."""
         last = f"autopar/start of {self._world}"  # an earlier start may have had fewer ranks
         if self._rank == 0 and not self.name:
-            store.set(last, f"autopar/start/{uuid.uuid4().hex}")
+            store.set(last, f"{STARTS}{uuid.uuid4().hex}")
         published = look(store, last)
         if published not in ("", self.name) and store.add(f"{published}/here/{self._rank}", 1) == 1:
             self.name = published
