@@ -23,14 +23,14 @@ def _run(args: argparse.Namespace) -> int:
     from autopar.values import whole_number
 
     count = whole_number("--last", args.last)
-    flights, earlier = read_flights(args.folder)
+    flights, earlier, unread = read_flights(args.folder)
     console = console_of_results(160)
     table = table_of("When the collective failed", "rank", "host", "did", "for", "of ranks", right=("rank", "for"))
     for one in flights:
         did, seconds, others = doing(one)
         table.add_row(str(one.rank), escaped(one.host), escaped(did), seconds, others)
     show_table(console, table)
-    for text in conclusions(flights):
+    for text in (*conclusions(flights), *unread):
         print(text)
     if earlier:
         print(f"left out, of an earlier failure: ranks {', '.join(map(str, earlier))}")

@@ -53,15 +53,24 @@ class Flight:
         return self.last if self.last is not None and self.last.kind == "wait" else None
 
 
-def read_flights(folder: Path) -> tuple[list[Flight], list[int]]:
-    """(those of the last failure by rank, the ranks whose files are of an earlier one). Raises ValueError for a folder
-    without such files, and for a file that is none."""
+def read_flights(folder: Path) -> tuple[list[Flight], list[int], list[str]]:
+    """(those of the last failure by rank, the ranks whose files are of an earlier one, why others cannot be read).
+    Raises ValueError for a folder without a file that can be."""
     files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
     if not files:
         raise ValueError(f"flight: expected a folder with files rank-0.json ..., found none in {folder}")
-    found = sorted((_flight(file) for file in files), key=lambda one: one.rank)
+    found, unread = [], []
+    for file in files:
+        try:
+            found.append(_flight(file))
+        except ValueError as error:
+            unread.append(str(error))
+    if not found:
+        raise ValueError(unread[0])
+    found.sort(key=lambda one: one.rank)
     newest = max(one.written for one in found)
-    return [x for x in found if x.written >= newest - OLD], [x.rank for x in found if x.written < newest - OLD]
+    last, earlier = ([x for x in found if (x.written >= newest - OLD) is wanted] for wanted in (True, False))
+    return last, [x.rank for x in earlier], unread
 
 
 def _flight(file: Path) -> Flight:

@@ -75,7 +75,7 @@ def lose_a_rank(folder: str, sizes: dict[str, int]) -> None:
 def test_survivors_write_whom_they_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = rank_outcomes(3, lose_a_rank, str(tmp_path), {"dp": 3}, timeout=60, grace=25)
     assert outcomes[0].error and outcomes[2].error
-    flights, earlier = read_flights(tmp_path)
+    flights, earlier, _ = read_flights(tmp_path)
     assert [one.rank for one in flights] == [0, 2] and not earlier
     for one in flights:
         assert one.waits is not None and 1 in one.waits.ranks and "rank 1" in one.error
@@ -147,3 +147,12 @@ def test_where_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("MASTER_ADDR", "node-1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert flight.folder() == tmp_path / "autopar/flight/.._job_3-node-1-29500"
+
+
+def test_a_damaged_file_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({**GOOD, "rank": rank}))
+    (tmp_path / "rank-2.json").write_text(json.dumps({**GOOD, "rank": 2})[:-9])
+    assert main(["flight", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "rank-2.json is no file of a rank" in said and "When the collective failed" in said

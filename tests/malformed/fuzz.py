@@ -1,6 +1,6 @@
 """A coverage-guided fuzzer of what is read from outside: every input is read, or refused in a sentence.
 
-    pip install atheris
+    pip install -e ".[fuzz]"
     python -m tests.malformed.fuzz plan --seconds 600      # or another reader; "all" by default, each in its turn
 
 JSON is changed as JSON (`tests.malformed.judge.broken`), text and bytes as libFuzzer does. The first input that is

@@ -198,7 +198,7 @@ def test_all_others_name_the_rank(breaking: int, way: str, moment: str, tmp_path
     said = {int(file.name): file.read_text() for file in tmp_path.iterdir() if file.is_file()}
     needed = {2, 3} if moment == "ending" else {*range(4)} - {breaking}  # the other attention rank ends by itself
     assert needed <= said.keys(), found.value
-    flights, _ = read_flights(tmp_path / "flight")
+    flights, *_ = read_flights(tmp_path / "flight")
     assert {*said} <= {one.rank for one in flights}
     told = conclusions(flights)
     assert any(text.startswith(f"rank {breaking}") for text in told), told
