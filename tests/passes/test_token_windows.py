@@ -143,6 +143,20 @@ def test_without_cp_nothing_changes() -> None:
     assert torch.ops.aten.conv1d.default in names
 
 
+def test_zeros_of_a_wider_type_widen_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they are no padding."""
+    monkeypatch.setitem(
+        OTHER_WAYS,
+        "wider",
+        lambda m, x: torch.cat([x.new_zeros(4, 1, WIDTH, dtype=torch.float64), x[:, :-1]], 1).float(),
+    )
+    torch.manual_seed(0)
+    names: set[Any] = set()
+    see = lambda name, gm, ctx: names.update(n.target for n in gm.graph.nodes)  # noqa: E731
+    compile_model(Mixing("wider"), text(4, TOKENS), Mesh.of(cp=2), Options(), outputs=(), observers=[see])
+    assert shift_of_piece not in names
+
+
 # --- numbers and traffic ------------------------------------------------------------------------------------
 
 ROW = 4 * WIDTH * 8  # bytes of one token of all rows

@@ -145,6 +145,11 @@ def _rank(node: Node) -> int:
     return len(value.shape) if isinstance(value, torch.Tensor) else 0
 
 
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
 def _dims_resized(node: Node) -> list[int]:
     """Dims that a call pads or crops."""
     if is_call(node, *_PADS):
@@ -192,7 +197,7 @@ def _step(node: Node, dim: int, only_slices: bool) -> tuple[Node, int, int] | No
         return (args["self"], *_pads(node)[dim]) if zero else None
     parts = list(args["tensors"])
     real = [i for i, x in enumerate(parts) if not _is_zero(x)]
-    if len(real) != 1 or any(_rank(x) != _rank(node) for x in parts):
+    if len(real) != 1 or any(_rank(x) != _rank(node) for x in parts) or _dtype(parts[real[0]]) != _dtype(node):
         return None
     sizes = [shape_of(x)[dim] for x in parts]
     return parts[real[0]], sum(sizes[: real[0]]), sum(sizes[real[0] + 1 :])
