@@ -27,7 +27,7 @@ CARRIED = (
     "precision", "replicate_ops", "bucket_bytes", "capacity_factor", "aux_loss_scope", "documents", "batch_dims",
     "static_inputs", "target_hardware", "topology", "memory_limit",
 )  # options that are not searched: the step runs with the user's values  # fmt: skip
-PRICED = ("target_hardware", "topology", "memory_limit")  # of these, what the price knows
+PRICED = ("target_hardware", "topology", "memory_limit", "documents")  # of these, what the price knows
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ ROWS = (1, 2)  # for which samples are compiled
 EQUAL = 1e-9  # of what a sample costs
 _NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")
 
+Documents = int | tuple[int, ...]
 MakeBatch = Callable[[int], Mapping[str, Any]]  # rows -> a batch
 
 
@@ -75,10 +76,11 @@ class _Short:
 
 class CostedModel:
     """A model whose layers are compiled for a placement when their costs are first asked for. values: all that the
-    model and its batches are made of, as text, under which costs are stored on disk; "": they are not."""
+    model and its batches are made of, as text, under which costs are stored on disk; "": they are not. documents: of a
+    packed row, as in `Options.documents`."""
 
-    def __init__(self, model: nn.Module, make_batch: MakeBatch, values: str = "") -> None:
-        self.model, self.make_batch, self.values = model, make_batch, values
+    def __init__(self, model: nn.Module, make_batch: MakeBatch, values: str = "", documents: Documents = 0) -> None:
+        self.model, self.make_batch, self.values, self.documents = model, make_batch, values, documents
         self.lists = layer_lists(model)
         self._captures: dict[Hashable, GraphModule] = {}
         self._partitioned: dict[Hashable, PartitionedModel] = {}  # what checkpoint policies have in common
@@ -87,13 +89,13 @@ class CostedModel:
         self._costs: dict[Placement, CostsByRows] = {}
 
     @classmethod
-    def from_config(cls, config: Any, seq: int, dtype: str = "bfloat16") -> CostedModel:
+    def from_config(cls, config: Any, seq: int, dtype: str = "bfloat16", documents: Documents = 0) -> CostedModel:
         """Of a config.json (or its folder), or the values of one as a dict. Raises ValueError."""
         hf = importlib.import_module("autopar.models.hf_configs")
         found = hf.config_of(config) if isinstance(config, Mapping) else hf.load_config(config)
         model = hf.build(found, hf.dtype_named(dtype))
-        values = f"{type(model).__name__} {found.to_json_string(use_diff=False)} {seq} {dtype}"
-        return cls(model, lambda rows: hf.batch_of(model, rows, seq), values)
+        values = f"{type(model).__name__} {found.to_json_string(use_diff=False)} {seq} {dtype} {documents}"
+        return cls(model, lambda rows: hf.batch_of(model, rows, seq, packed=bool(documents)), values, documents)
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -233,6 +235,7 @@ class CostedModel:
     def _compiled(
         self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options, like: Plan | None = None
     ) -> Compiled:
+        options = replace(options, documents=self.documents)
         if "tp" in mesh.sizes:  # chunks, whose number depends on sizes, would not compare
             options = replace(options, async_tp=False)
         key = lengths, rows, mesh, replace(options, activation_checkpoint="", loss_chunks=0), like is None

@@ -25,6 +25,7 @@ from autopar.auto.finish import Finalist, finalists
 from autopar.chips import CHIPS
 from autopar.cost.cluster import Cluster, NodeGroup
 from autopar.cost.efficiency import DEFAULT_STACK, stack_named
+from autopar.options import Options
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, everywhere, text_of_first
 from autopar.runtime.mesh.devices import choose_device
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
@@ -109,7 +110,8 @@ def layouts_for(
             stack = replace(stack, reserved=0.0)
         fixed = {"memory_limit": machine.memory, **options}
         asked = Asked(world, rows, seq, fixed, finish=max(1, count))
-        return choose(CostedModel(model, rows_of(example)), asked, cluster, stack)
+        documents = Options(**asked.carried).documents
+        return choose(CostedModel(model, rows_of(example), documents=documents), asked, cluster, stack)
 
     found, lines = _of_first(groups, chosen, count)
     for line in lines if groups.rank == 0 and count == 1 else ():

@@ -71,10 +71,11 @@ class LayoutPricer:
 
     def model(self, row: Mapping[str, Any]) -> CostedModel:
         """The model of a row, built once."""
-        key = json.dumps([row["config"], row["seq"], row.get("dtype", "bfloat16")], sort_keys=True)
+        documents = Options(**row.get("options", {})).documents
+        key = json.dumps([row["config"], row["seq"], row.get("dtype", "bfloat16"), documents], sort_keys=True)
         if key not in self._models:
             seq = whole_number("seq", row["seq"], least=1)
-            self._models[key] = CostedModel.from_config(row["config"], seq, row.get("dtype", "bfloat16"))
+            self._models[key] = CostedModel.from_config(row["config"], seq, row.get("dtype", "bfloat16"), documents)
         return self._models[key]
 
 
@@ -106,11 +107,6 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     if unknown := sorted(given.keys() - DECLARED.keys()):
         raise ValueError(f"layouts: no option is called {', '.join(unknown)}")
     options = Options(**given)
-    if options.documents:
-        raise ValueError(
-            f"layouts: prices count all pairs of a row, found documents={options.documents!r}; leave it out, or use "
-            "autopar plan --mesh"
-        )
     return Layout.of(
         {axis: sizes.get(axis, 1) for axis in OUTER_TO_INNER}, options, whole_number("batch", row["batch"], least=1)
     )

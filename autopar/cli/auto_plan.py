@@ -60,7 +60,7 @@ def explanation_of(args: argparse.Namespace) -> Explanation:
 
 
 def _model(args: argparse.Namespace, seq: int) -> CostedModel:
-    return CostedModel.from_config(configs().load_config(args.config).to_dict(), seq, args.dtype)
+    return CostedModel.from_config(configs().load_config(args.config).to_dict(), seq, args.dtype, args.documents)
 
 
 def command_of(args: argparse.Namespace, explanation: Explanation) -> str:

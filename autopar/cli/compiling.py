@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.fx import GraphModule
@@ -55,9 +54,7 @@ def compile_on(
     hf = configs()
     model = hf.build(hf.load_config(args.config), hf.dtype_named(args.dtype))
     rows = args.batch or mesh.data_size * options.microbatches
-    batch = hf.batch_of(model, rows, args.seq)
-    if options.documents and "input_ids" in batch:  # positions that start anew say where documents end
-        batch["position_ids"] = torch.zeros_like(batch["input_ids"])
+    batch = hf.batch_of(model, rows, args.seq, packed=bool(options.documents))
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
     compiled = compile_model(model, batch, mesh, options, outputs=(), observers=observers)
     return f"{type(model).__name__} ({args.dtype}), {shapes}", compiled

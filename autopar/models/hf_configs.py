@@ -7,6 +7,7 @@ batch = batch_of(model, batch=8, seq=8192)          {"input_ids": [8, 8192], "la
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,9 +141,11 @@ def _maker(config: PreTrainedConfig) -> Any:
     )
 
 
-def batch_of(model: PreTrainedModel, batch: int, seq: int, device: str = "meta") -> dict[str, Tensor]:
+def batch_of(
+    model: PreTrainedModel, batch: int, seq: int, device: str = "meta", packed: bool = False
+) -> dict[str, Tensor]:
     """The shapes of a training batch: ``batch`` examples of ``seq`` tokens each, as `autopar.capture.front_end` takes
-    them.
+    them. ``packed``: with positions, which say where documents end by starting anew, if the model takes them.
 
     Images and audio have the sizes of the config; ``seq`` is then the length of the labels, if they are tokens.
     Raises ValueError for models whose inputs are neither tokens, images nor audio, and for sequences that are
@@ -157,7 +160,10 @@ def batch_of(model: PreTrainedModel, batch: int, seq: int, device: str = "meta")
         name: (batch, seq) if name in _BY_TOKEN and value.dim() == 2 else (batch, *value.shape[1:])
         for name, value in found.items()
     }
-    return {name: torch.zeros(shape, dtype=found[name].dtype, device=device) for name, shape in shapes.items()}
+    made = {name: torch.zeros(shape, dtype=found[name].dtype, device=device) for name, shape in shapes.items()}
+    if packed and "input_ids" in made and "position_ids" in inspect.signature(model.forward).parameters:
+        made["position_ids"] = torch.zeros_like(made["input_ids"])
+    return made
 
 
 def _all_tensors(batch: dict[str, Any]) -> bool:

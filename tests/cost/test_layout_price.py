@@ -369,15 +369,25 @@ def test_each_line_of_a_file_has_an_answer() -> None:
         json.dumps(row), "", "{", json.dumps({"mesh": "dp=2"}), json.dumps(row | {"batch": 3}),
         json.dumps(row | {"stack": "fsdp-2023", "attention": "flash9"}), json.dumps(row | {"measured": -1}),
         json.dumps(row | {"options": {"zeros": 1}}), json.dumps(row | {"mesh": {"dp": 2}, "options": {"zero": 3}}),
-        json.dumps(row | {"options": {"documents": 8}}),
+        json.dumps(row | {"options": {"documents": -8}}), json.dumps(row | {"options": {"documents": 8}}),
     ]  # fmt: skip
     found = list(answers(lines, LayoutPricer()))
-    words = ["", "not JSON", "config, seq, batch missing", "batch", "flash9", "measured", "zeros", "", "documents=8"]
+    words = ["", "not JSON", "config, seq, batch missing", "batch", "flash9", "measured", "zeros", "", "documents", ""]
     assert len(found) == len(words)
     for answer, word in zip(found, words, strict=True):
         assert ("refused" in answer) == bool(word) and word in answer.get("refused", ""), answer
     assert found[0]["error"] == pytest.approx(found[0]["seconds"] / 0.01 - 1) and found[0]["fits"]
     assert found[0]["guesses"], "an A100 was not measured"
+
+
+def test_pairs_within_documents_have_a_price() -> None:
+    row = {"config": MODELS["llama"], "mesh": "cp=2", "seq": 2048, "batch": 4}
+    options: list[dict[str, Any]] = [{"attention": "ring"}, {"attention": "ring", "documents": 16}]
+    whole, packed = answers([json.dumps(row | {"options": how}) for how in options], LayoutPricer())
+    by_cause = [{c["name"]: c["seconds"] for c in one["causes"]} for one in (whole, packed)]
+    assert by_cause[1]["attention"] < by_cause[0]["attention"] / 4
+    assert "cp" not in by_cause[1] or by_cause[1]["cp"] < by_cause[0]["cp"], "rings skip what no document needs"
+    assert by_cause[1]["products"] == by_cause[0]["products"]
 
 
 def test_a_layout_gives_the_options_back() -> None:
