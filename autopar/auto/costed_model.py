@@ -34,7 +34,7 @@ from autopar.compile.partitioned_model import PartitionedModel, graph_to_plan, k
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.flops import is_lookup
-from autopar.cost.layer_costs import ModelCosts, Sample, Unlike, design_row, graph_work, model_costs
+from autopar.cost.layer_costs import SCALARS, ModelCosts, Sample, Unlike, design_row, graph_work, model_costs
 from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Price, price
 from autopar.cost.memory import memory
@@ -326,11 +326,13 @@ def shortened(model: nn.Module, lists: Sequence[LayerList], lengths: Sequence[in
 
 
 def _amounts(sample: Sample) -> list[float]:
-    """FLOPs, bytes sent, bytes and kernels of each pass, bytes kept."""
+    """FLOPs, bytes sent, bytes and kernels of each pass, bytes kept. What a compiler may fuse is left out: it differs a
+    little beside a layer of another kind, and samples cost time."""
     (works,), (memory,) = sample.works, sample.memory
     products = [sum(product[1] for product in work.products) for work in works]
     sent = [sum(size for _, size in work.sent.values()) for work in works]
-    return [*products, *sent, *itertools.chain(*(work.scalars for work in works)), float(memory.saved)]
+    scalars = [x for work in works for name, x in zip(SCALARS, work.scalars, strict=True) if "fused" not in name]
+    return [*products, *sent, *scalars, float(memory.saved)]
 
 
 # --- a sample from compiled models ----------------------------------------------------------------------------

@@ -111,7 +111,8 @@ def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "unlike"), [("llama", ()), ("tables", ((1, 1),)), ("bias", ((1, 1), (3, 1))), ("encoded", ((1, 2),))]
+    ("name", "unlike"),
+    [("llama", ()), ("one dense", ()), ("tables", ((1, 1),)), ("bias", ((1, 1), (3, 1))), ("encoded", ((1, 2),))],
 )
 def test_layers_that_make_what_the_next_ones_read(name: str, unlike: tuple[tuple[int, int], ...]) -> None:
     """A table of positions for one kind, a bias that goes from layer to layer, the encoder's output."""
