@@ -145,15 +145,6 @@ class Adapter(Protocol):
         """Path of an input tensor -> its batch dim, or None for an input without one."""
         ...
 
-    def inputs_from_values(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Inputs that the forward would compute from values of others, in ways that cannot be captured, by name: they
-        are computed for each batch, and passed. ``batch``: of tensors with values."""
-        ...
-
-    def static_inputs(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
-        """The inputs whose values decide shapes in the forward: static, besides those that the user names."""
-        ...
-
     def generation(self, model: nn.Module) -> GenerationFacts:
         """How the model generates tokens. Raises ValueError for one that does not."""
         ...
@@ -188,13 +179,16 @@ def adapter_for(model: nn.Module) -> Adapter | None:
 
 
 def as_captured(model: nn.Module, batch: Mapping[str, Any], static_inputs: Collection[str]) -> dict[str, Any]:
-    """The batch as a step takes it: with what depends on values in it, and with static inputs as constants."""
-    adapter, out = adapter_for(model), dict(batch)
-    if adapter is None:
+    """The batch as a step takes it: with what depends on values in it, and with static inputs as constants.
+
+    An adapter may have ``inputs_from_values(model, batch)`` -> (inputs that the forward would compute from values of
+    others in ways that cannot be captured, names of inputs that are static besides those that the user names).
+    """
+    found, out = getattr(adapter_for(model), "inputs_from_values", None), dict(batch)
+    if found is None or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors_of(out).values()):
         return with_static_inputs(out, static_inputs)
-    if not any(x.is_meta or isinstance(x, FakeTensor) for x in tensors_of(out).values()):
-        out |= adapter.inputs_from_values(model, out)
-    return with_static_inputs(out, (*static_inputs, *adapter.static_inputs(out)))
+    more, names = found(model, out)
+    return with_static_inputs(out | more, (*static_inputs, *names))
 
 
 def buffers_of(model: nn.Module, may_lack: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:

@@ -159,11 +159,11 @@ class TransformersAdapter:
         with exact_experts(model), capped_experts(model, capacity):
             yield
 
-    def inputs_from_values(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        return positions_of_images(model, batch)
-
-    def static_inputs(self, batch: Mapping[str, Any]) -> tuple[str, ...]:
-        return static_inputs(batch)
+    def inputs_from_values(
+        self, model: nn.Module, batch: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        """See `autopar.capture.front_end.as_captured`."""
+        return positions_of_images(model, batch), static_inputs(batch)
 
     def generation(self, model: nn.Module) -> GenerationFacts:
         return generation_facts(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]

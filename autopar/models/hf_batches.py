@@ -37,7 +37,7 @@ def batch_dims(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | No
 
 def static_inputs(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Sizes of images: the model's code loops over them."""
-    return tuple(name for name in SIZES if isinstance(batch.get(name), Tensor) and not batch[name].is_meta)
+    return tuple(name for name in SIZES if isinstance(batch.get(name), Tensor))
 
 
 def positions_of_images(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
