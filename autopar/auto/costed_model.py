@@ -158,11 +158,12 @@ class CostedModel:
         shortest = self._counts([1] * len(self.lists))
         several = [kind for kind, count in sorted(Counter(self.kinds).items()) if count > 1 + shortest[kind]]
         asked = [(kind, 1 + shortest[kind]) for kind in several if len(self.lists) > 1 or not shortest[kind]]
-        for placement in (Placement(tp=2, sequence_parallel=True, policy="full"), Placement(policy="full")):
-            if placement.tp == 1 or len(self.lists) > 1:
-                with contextlib.suppress(ValueError):
-                    return self._found_unlike(asked, placement) if asked else ()
-        return ()
+        if not asked:
+            return ()
+        if len(self.lists) > 1:  # over tp it shows what all layers of a decoder have gathered
+            with contextlib.suppress(ValueError):
+                return self._found_unlike(asked, Placement(tp=2, sequence_parallel=True, policy="full"))
+        return self._found_unlike(asked, Placement(policy="full"))
 
     def _found_unlike(self, asked: Sequence[Unlike], placement: Placement) -> tuple[Unlike, ...]:
         """Those of the asked layers that are. Raises ValueError for a placement that does not compile."""

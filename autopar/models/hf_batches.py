@@ -43,12 +43,15 @@ def static_inputs(batch: Mapping[str, Any]) -> tuple[str, ...]:
 def positions_of_images(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Position ids in time and space, [3, rows, tokens]: the model's code groups the tokens of each row by what they
     stand for, which would make every batch a graph of its own."""
-    owner = next((m for m in model.modules() if hasattr(m, _POSITIONS)), None)
     given = {name: value for name, value in batch.items() if value is not None}
-    if owner is None or "input_ids" not in given or "position_ids" in given or "past_key_values" in given:
+    if not given.keys() & {*SIZES} or "input_ids" not in given or given.keys() & {"position_ids", "past_key_values"}:
         return {}
-    names = inspect.signature(getattr(owner, _POSITIONS)).parameters
-    before = owner.rope_deltas
-    found = getattr(owner, _POSITIONS)(**{name: given.get(name) for name in names})
+    owner: Any = next((m for m in model.modules() if hasattr(type(m), _POSITIONS)), None)
+    if owner is None:
+        return {}
+    takes = inspect.signature(getattr(owner, _POSITIONS)).parameters.values()
+    known = {p.name: given.get(p.name) for p in takes if p.name in given or p.default is p.empty}
+    before = getattr(owner, "rope_deltas", None)
+    found = getattr(owner, _POSITIONS)(**known)
     owner.rope_deltas = before  # for generation, which starts from its own prompt
     return {} if found is None else {"position_ids": found}

@@ -19,6 +19,7 @@ from autopar.rewrite.compilation import Compilation
 from autopar.testing.harness import check_model
 from autopar.testing.reference import eager
 from tests.support.ranks import run_ranks
+from tests.support.steps_on_ranks import step_on_rank
 from tests.support.vision_models import qwen_vl
 
 LIMIT = 1e-10
@@ -90,15 +91,7 @@ def test_numbers_are_those_of_one_process(sizes: tuple[int, ...], mesh: str) -> 
 
 def stepped(grids: Sequence[Sequence[int]], sizes: dict[str, int], options: dict[str, Any]) -> float:
     """On a rank, which passes its own rows, images and grids: the largest error."""
-    model, batch = qwen_vl(grids)
-    expected = eager(model, batch)
-    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    at, parts = autopar.dp_rank_and_size(mesh)
-    mine = {name: x.chunk(parts)[at] for name, x in batch.items()}
-    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **options)
-    loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
-    given = {n: g for n, g in expected.gradients.items() if g is not None}
-    return max(abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in given.items()))
+    return step_on_rank(*qwen_vl(grids), sizes, options)[0]
 
 
 SMALL, WIDE = (1, 4, 4), (1, 4, 8)

@@ -22,6 +22,7 @@ from autopar.testing.reference import eager
 from tests.support.cases import step_graphs
 from tests.support.ranks import refusal, run_ranks
 from tests.support.recurrent_models import CONFIGS, Made, recurrent, scan, text
+from tests.support.steps_on_ranks import step_on_rank
 
 LIMIT = 1e-10
 CHANNELS, REPLICATED = Options(cp_recurrences="channels"), Options(cp_recurrences="replicate")
@@ -149,17 +150,10 @@ def test_models_equal_one_process_and_cut_their_work(name: str, mesh: str) -> No
 
 def stepped(make: str, sizes: dict[str, int], options: dict[str, Any]) -> float:
     """On a rank: the largest error, as users call it."""
-    model, batch = scan(heads=3, width=1) if make == "scan" else recurrent(make)
-    expected = eager(model, batch)
-    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    at, parts = autopar.dp_rank_and_size(mesh)
-    mine = {name: x.chunk(parts)[at] for name, x in batch.items()}
-    given = {"cp_recurrences": "channels", **options}
-    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **given)
+    made = scan(heads=3, width=1) if make == "scan" else recurrent(make)
+    worst, parallel = step_on_rank(*made, sizes, {"cp_recurrences": "channels", **options})
     assert any(stream.channels for stream in parallel.plan.streams)
-    loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
-    wanted = {n: g for n, g in expected.gradients.items() if g is not None}
-    return max(abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in wanted.items()))
+    return worst
 
 
 RANKS: list[Any] = [

@@ -19,9 +19,9 @@ from autopar.options import Options
 from autopar.plan import Plan
 from autopar.steps.graphs import Compiled
 from autopar.testing.harness import check_model
-from autopar.testing.reference import eager
 from tests.support.cases import step_graphs
 from tests.support.ranks import refusal, run_ranks
+from tests.support.steps_on_ranks import step_on_rank
 from tests.support.vision_models import Made, frozen_llava, llava, two_towers
 
 LIMIT = 1e-10
@@ -110,18 +110,9 @@ def test_loss_and_gradients_are_those_of_one_process(make: Any, mesh: str, optio
 
 def stepped(make: str, sizes: dict[str, int], options: dict[str, Any]) -> float:
     """On a rank: the largest error, as users call it."""
-    model, batch = MAKERS[make]()
-    expected = eager(model, batch)
-    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    at, parts = autopar.dp_rank_and_size(mesh)
-    mine = {name: x.chunk(parts)[at] for name, x in batch.items()}
-    parallel = autopar.parallelize(
-        model, mesh, lift_to_float64=True, example_batch=mine, share_encoders=True, **options
-    )
+    worst, parallel = step_on_rank(*MAKERS[make](), sizes, {"share_encoders": True, **options})
     assert rows_of(parallel.plan) or "cp" not in sizes
-    loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
-    given = {n: g for n, g in expected.gradients.items() if g is not None}
-    return max(abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in given.items()))
+    return worst
 
 
 MAKERS: dict[str, Callable[[], Made]] = {"two images": lambda: llava(4, 2), "frozen": frozen_llava}

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autopar
 from autopar.compile.model import compile_model
 from autopar.cost.traffic import step_communication
 from autopar.ir.halo import shift_of_piece, token_conv1d_of_piece
@@ -19,11 +18,11 @@ from autopar.ir.scans import scan_of_piece
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 from autopar.testing.harness import check_model
-from autopar.testing.reference import eager
 from autopar.testing.soundness import unsound
 from tests.support.ranks import run_ranks
 from tests.support.recurrent_models import text
 from tests.support.space_samples import scans, token_windows
+from tests.support.steps_on_ranks import step_on_rank
 
 LIMIT, WIDTH, TOKENS = 1e-10, 4, 16
 
@@ -236,15 +235,7 @@ def test_every_chunk_of_a_zigzag_has_a_halo(ranks: int) -> None:
 
 def stepped(way: str, sizes: dict[str, int], options: dict[str, Any]) -> float:
     """On a rank: the largest error, as users call it."""
-    model, batch = made(way)
-    expected = eager(model, batch)
-    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    at, parts = autopar.dp_rank_and_size(mesh)
-    mine = {name: x.chunk(parts)[at] for name, x in batch.items()}
-    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **options)
-    loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
-    wanted = {n: g for n, g in expected.gradients.items() if g is not None}
-    return max(abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in wanted.items()))
+    return step_on_rank(*made(way), sizes, options)[0]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import autopar
-from autopar.testing.reference import eager
 from tests.support.ranks import run_ranks
 from tests.support.recurrent_models import CONFIGS, recurrent
+from tests.support.steps_on_ranks import step_on_rank
 
 LIMIT = 1e-10
 LAYERS: dict[str, dict[str, Any]] = {"mamba2": {"num_hidden_layers": 2}, "mamba": {"num_hidden_layers": 2}}
@@ -33,16 +32,9 @@ FEW = {("qwen3_next", "zb_h1"), ("mamba2", "full"), ("rwkv", "zero")}
 
 def stepped(name: str, sizes: dict[str, int], options: dict[str, Any]) -> tuple[float, float]:
     """On a rank: the largest error of the loss and the gradients, and the share of the FLOPs that cp shards."""
-    model, batch = recurrent(name, **LAYERS.get(name, {}))
-    expected = eager(model, batch)
-    mesh = autopar.init_mesh("cpu", 120.0, **sizes)
     given = {"cp_recurrences": "channels", "microbatches": 4 if "pp" in sizes else 1, **options}
-    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=batch, **given)
-    loss, found = float(parallel.train_step(**batch)), parallel.full_gradients()
-    wanted = {n: g for n, g in expected.gradients.items() if g is not None}
-    shares = [share.flops or 0.0 for share in parallel.plan.shares if share.axis == "cp"]
-    worst = max(abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in wanted.items()))
-    return worst, min(shares)
+    worst, parallel = step_on_rank(*recurrent(name, **LAYERS.get(name, {})), sizes, given)
+    return worst, min(share.flops or 0.0 for share in parallel.plan.shares if share.axis == "cp")
 
 
 @pytest.mark.parametrize(
