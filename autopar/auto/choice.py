@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.auto.costed_model import CostedModel, shortened
+from autopar.auto.costed_model import CostedModel
 from autopar.auto.explanation import Explanation, explain
+from autopar.auto.layer_lists import first, with_layers
 from autopar.auto.pricing import Pricing
 from autopar.auto.search import FINALISTS, Found, search
 from autopar.auto.space import SEARCHED, Question, Space
@@ -120,7 +121,7 @@ def refusal_of(model: CostedModel, layout: Layout, carried: Mapping[str, Any]) -
         min(len(one.kinds), max(small.parts, *(one.kinds.index(k) + 1 for k in set(one.kinds)))) for one in model.lists
     ]
     try:
-        with shortened(model.model, model.lists, lengths):
+        with with_layers(model.model, model.lists, first(lengths)):
             compile_model(
                 model.model, model.make_batch(small.batch), small.mesh, small.options(**carried), outputs=()
             )  # fmt: skip

@@ -15,8 +15,7 @@ import importlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,8 @@ from torch.fx import GraphModule
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.attention.layouts import LAYOUTS
+from autopar.auto.layer_calls import is_part
+from autopar.auto.layer_lists import Entries, counts_of, first, layer_lists, samples, with_layers
 from autopar.auto.stored_costs import CostsByRows, stored_costs
 from autopar.capture.trace.compiling import compiling
 from autopar.compile.model import capture_step
@@ -50,26 +51,16 @@ from autopar.steps.graphs import Compiled
 
 ROWS = (1, 2)  # for which samples are compiled
 EQUAL = 1e-9  # of what a sample costs
-_NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")
 
 Documents = int | tuple[int, ...]
 MakeBatch = Callable[[int], Mapping[str, Any]]  # rows -> a batch
 
 
 @dataclass(frozen=True)
-class LayerList:
-    """A list of layers. path: of the module list. kinds: number of the kind of each layer, over all lists."""
-
-    path: str
-    kinds: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Short:
-    """A model with few layers, of lists with these lengths, compiled. dense: its ranks of ep are those of dp, as it has
-    no experts."""
+    """A model with few layers, compiled. dense: its ranks of ep are those of dp, as it has no experts."""
 
-    lengths: tuple[int, ...]
+    entries: Entries
     compiled: Compiled
     dense: bool
 
@@ -82,10 +73,11 @@ class CostedModel:
     def __init__(self, model: nn.Module, make_batch: MakeBatch, values: str = "", documents: Documents = 0) -> None:
         self.model, self.make_batch, self.values, self.documents = model, make_batch, values, documents
         self.lists = layer_lists(model)
+        self._chosen: dict[tuple[Unlike, ...], list[Entries]] = {}
         self._captures: dict[Hashable, GraphModule] = {}
         self._partitioned: dict[Hashable, PartitionedModel] = {}  # what checkpoint policies have in common
         self._dense: dict[Hashable, Compiled] = {}  # samples without experts: the same for any number of ranks of ep
-        self._experts: dict[tuple[int, ...], bool] = {}
+        self._experts: dict[Entries, bool] = {}
         self._costs: dict[Placement, CostsByRows] = {}
 
     @classmethod
@@ -147,7 +139,7 @@ class CostedModel:
         """The costs of models with few layers, compiled for both numbers of rows."""
         samples = []
         for one, other in zip(few, more, strict=True):
-            sample = sample_of([one.compiled, other.compiled], self._counts(one.lengths))
+            sample = sample_of([one.compiled, other.compiled], counts_of(self.lists, one.entries))
             samples.append(sample.resized("dp", 2, "ep", placement.ep) if one.dense else sample)
         return model_costs(placement, self.kinds, samples, ROWS, self._unlike)
 
@@ -155,7 +147,7 @@ class CostedModel:
     def _unlike(self) -> tuple[Unlike, ...]:
         """Layers that cost more than the next ones of their kind: the first that make or read what all of them read
         (tables of positions, a bias that goes from layer to layer, the encoder's output)."""
-        shortest = self._counts([1] * len(self.lists))
+        shortest = counts_of(self.lists, first([1] * len(self.lists)))
         several = [kind for kind, count in sorted(Counter(self.kinds).items()) if count > 1 + shortest[kind]]
         asked = [(kind, 1 + shortest[kind]) for kind in several if len(self.lists) > 1 or not shortest[kind]]
         if not asked:
@@ -168,162 +160,85 @@ class CostedModel:
     def _found_unlike(self, asked: Sequence[Unlike], placement: Placement) -> tuple[Unlike, ...]:
         """Those of the asked layers that are. Raises ValueError for a placement that does not compile."""
         amounts = {
-            lengths: _amounts(sample_of([self._compiled(lengths, ROWS[0], placement.mesh, placement.options)], ()))
-            for lengths in self._samples(asked)
-            if all(lengths)
+            entries: _amounts(sample_of([self._compiled(entries, ROWS[0], placement.mesh, placement.options)], ()))
+            for entries in self._samples(tuple(asked))
+            if all(entries)
         }
-        solver = np.linalg.pinv([design_row(self._counts(lengths), asked) for lengths in amounts])
+        solver = np.linalg.pinv([design_row(counts_of(self.lists, entries), asked) for entries in amounts])
         more = (solver @ np.array([*amounts.values()]))[-len(asked) :]
         largest = np.abs([*amounts.values()]).max(axis=0)
         return tuple(one for one, found in zip(asked, more, strict=True) if (np.abs(found) > EQUAL * largest).any())
 
-    def _samples(self, unlike: Collection[Unlike]) -> list[tuple[int, ...]]:
-        """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart. A list without
-        layers is among them where others do not: a first layer of its own kind is in all others."""
-        found, rank = list[tuple[int, ...]](), 0
-        start = [1] * len(self.lists)
-        more = [(i, length) for i, one in enumerate(self.lists) for length in range(2, len(one.kinds) + 1)]
-        empty = [(i, 0) for i in range(len(self.lists))]
-        for lengths in [start, *([*start[:i], length, *start[i + 1 :]] for i, length in (*more, *empty))]:
-            design = np.array([design_row(self._counts(x), unlike) for x in (*found, lengths)])
-            if (now := int(np.linalg.matrix_rank(design))) > rank:
-                found.append(tuple(lengths))
-                rank = now
-        return sorted(found)
+    def _samples(self, unlike: tuple[Unlike, ...]) -> list[Entries]:
+        """Layers of each sample."""
+        if unlike not in self._chosen:
+            self._chosen[unlike] = samples(self.lists, unlike, self._is_part)
+        return self._chosen[unlike]
 
-    def _counts(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Layers of each kind, if the lists have these lengths."""
-        counts = Counter(k for one, n in zip(self.lists, lengths, strict=True) for k in one.kinds[:n])
-        return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
+    def _is_part(self, fewer: Entries, entries: Entries) -> bool:
+        """Whether a model with fewer layers runs, and is a part of the other one."""
+        try:
+            return is_part(*(self._captured(x, ROWS[0], Options()) for x in (fewer, entries)))
+        except Exception:  # of the model's own code
+            return False
 
     def _compiled_for(self, placement: Placement, rows: int, like: Sequence[_Short] = ()) -> list[_Short]:
         """Models with few layers. like: with their algorithms instead of those that the compiler chooses. A model that
         does not run without layers is left out."""
-        plans: list[tuple[tuple[int, ...], Plan | None]] = [(one.lengths, one.compiled.plan) for one in like]
+        plans: list[tuple[Entries, Plan | None]] = [(one.entries, one.compiled.plan) for one in like]
         found = []
-        for lengths, plan in plans or [(x, None) for x in self._samples(self._unlike)]:
+        for entries, plan in plans or [(x, None) for x in self._samples(self._unlike)]:
             try:
-                found.append(self._short(placement, lengths, rows, plan))
+                found.append(self._short(placement, entries, rows, plan))
             except ValueError:
-                if all(lengths):
+                if all(entries):
                     raise
         return found
 
-    def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
-        dense = (placement.ep > 1 or placement.expert_axis != "ep") and not self._has_experts(lengths)
+    def _short(self, placement: Placement, entries: Entries, rows: int, like: Plan | None) -> _Short:
+        dense = (placement.ep > 1 or placement.expert_axis != "ep") and not self._has_experts(entries)
         apart = dense and placement.ep > 1
         if dense:
             placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
         mesh = placement.mesh
         if not apart:
-            return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), False)
+            return _Short(entries, self._compiled(entries, rows * mesh.data_size, mesh, placement.options, like), False)
         # To layers without experts, ranks of ep are data parallel: any number costs the same but for sums of gradients
-        key = lengths, rows, placement, like is None
+        key = entries, rows, placement, like is None
         if key not in self._dense:
             mesh = Mesh.of(dp=2, **mesh.sizes)
-            self._dense[key] = self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like)
-        return _Short(lengths, self._dense[key], True)
+            self._dense[key] = self._compiled(entries, rows * mesh.data_size, mesh, placement.options, like)
+        return _Short(entries, self._dense[key], True)
 
-    def _has_experts(self, lengths: tuple[int, ...]) -> bool:
-        """Whether a model of lists with these lengths has experts."""
-        if lengths not in self._experts:
+    def _has_experts(self, entries: Entries) -> bool:
+        """Whether a model with these layers has experts."""
+        if entries not in self._experts:
             alone = Placement()
-            one = self._compiled(lengths, ROWS[0], alone.mesh, alone.options)
-            self._experts[lengths] = bool(dispatches(one.local))
-        return self._experts[lengths]
+            one = self._compiled(entries, ROWS[0], alone.mesh, alone.options)
+            self._experts[entries] = bool(dispatches(one.local))
+        return self._experts[entries]
 
     @compiling
     def _compiled(
-        self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options, like: Plan | None = None
+        self, entries: Entries, rows: int, mesh: Mesh, options: Options, like: Plan | None = None
     ) -> Compiled:
         options = replace(options, documents=self.documents)
         if "tp" in mesh.sizes:  # chunks, whose number depends on sizes, would not compare
             options = replace(options, async_tp=False)
-        key = lengths, rows, mesh, replace(options, activation_checkpoint="", loss_chunks=0), like is None
+        key = entries, rows, mesh, replace(options, activation_checkpoint="", loss_chunks=0), like is None
         if key not in self._partitioned:
-            gm = copy_graph(self._captured(lengths, rows, options))
+            gm = copy_graph(self._captured(entries, rows, options))
             plan = None if like is None else _plan_like(like, copy_graph(gm), mesh, options)
             ctx = Compilation(mesh.with_microbatches(options.all_microbatches), checks=False)
             self._partitioned[key] = PartitionedModel(gm, mesh, options, ctx, plan=plan, outputs=())
         return self._partitioned[key].compiled(options)
 
-    def _captured(self, lengths: tuple[int, ...], rows: int, options: Options) -> GraphModule:
-        key = lengths, rows
+    def _captured(self, entries: Entries, rows: int, options: Options) -> GraphModule:
+        key = entries, rows
         if key not in self._captures:
-            with shortened(self.model, self.lists, lengths):
+            with with_layers(self.model, self.lists, entries):
                 self._captures[key] = capture_step(self.model, self.make_batch(rows), options)
         return self._captures[key]
-
-
-def layer_lists(model: nn.Module) -> tuple[LayerList, ...]:
-    """The outermost lists of two or more layers of a model, with the kinds of their entries."""
-    found: list[LayerList] = []
-    known: list[Hashable] = []
-    for path, module in _outermost(model):
-        kinds = []
-        for layer in module.children():
-            signature = _signature(layer)
-            if signature not in known:
-                known.append(signature)
-            kinds.append(known.index(signature))
-        found.append(LayerList(path, tuple(kinds)))
-    return tuple(found)
-
-
-def _outermost(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _are_layers(child):
-            yield inner, child
-        else:
-            yield from _outermost(child, inner)
-
-
-def _are_layers(module: nn.Module) -> bool:
-    """Whether a list holds layers: several, some of one class, each with modules and parameters of its own."""
-    entries = list(module.children())
-    if len(entries) < 2 or len({type(entry) for entry in entries}) == len(entries):
-        return False
-    return all(list(entry.children()) and next(entry.parameters(), None) is not None for entry in entries)
-
-
-def _signature(layer: nn.Module) -> Hashable:
-    """Equal for layers of a kind: classes, plain attributes except for the layer's number, shapes of parameters."""
-    found: list[Hashable] = []
-    for path, module in layer.named_modules():
-        held = [
-            (name, _plain(value))
-            for name, value in vars(module).items()
-            if not name.startswith("_") and not any(word in name for word in _NUMBERS_OF_LAYERS)
-        ]
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        sizes = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
-        found.append((path, type(module), tuple(held), tuple(sizes)))
-    return tuple(found)
-
-
-def _plain(value: Any) -> Hashable:
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-@contextmanager
-def shortened(model: nn.Module, lists: Sequence[LayerList], lengths: Sequence[int]) -> Iterator[None]:
-    """Context manager: the lists have only their first entries."""
-    modules = [model.get_submodule(one.path) for one in lists]
-    before = [dict(module._modules) for module in modules]
-    try:
-        for module, entries, length in zip(modules, before, lengths, strict=True):
-            module._modules.clear()
-            module._modules.update(list(entries.items())[:length])
-        yield
-    finally:
-        for module, entries in zip(modules, before, strict=True):
-            module._modules.clear()
-            module._modules.update(entries)
 
 
 def _amounts(sample: Sample) -> list[float]:

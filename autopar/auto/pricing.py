@@ -87,6 +87,12 @@ class Pricing:
         near = self._bounding(layout.placement)
         return None if near is None else self.bound_from(near, layout)
 
+    def is_close(self, layout: Layout) -> bool:
+        """Whether the bound is from a placement that differs in loss chunks alone."""
+        return any(
+            scaled_costs.is_alike(p, layout.placement) for p in self._compiled[scaled_costs.axes(layout.placement)]
+        )
+
     def memory(self, layout: Layout) -> Price:
         """A price without seconds, of at most the memory that the layout takes."""
         near = self._bounding(layout.placement)
@@ -99,7 +105,8 @@ class Pricing:
         if key not in self._bounds:
             found = scaled_costs.at_size(self.model.costs(near, rows), placement)
             if placement.policy != "none" or placement.loss_chunks > 1:
-                found = scaled_costs.with_policy(found, self.model.costs(scaled_costs.unsharded(placement), rows))
+                saving = self.model.costs(scaled_costs.unsharded(placement), rows)
+                found = scaled_costs.with_policy(found, saving, near.policy == placement.policy)
             self._bounds[key] = found
         return self._limited(self._of(layout, self._bounds[key], memory_only=memory_only))
 
@@ -113,8 +120,11 @@ class Pricing:
         return near
 
     def _nearest(self, placement: Placement) -> Placement:
-        """The largest placement that is compiled, of those whose axes are smaller."""
-        known = [p for p in self._compiled[scaled_costs.axes(placement)] if scaled_costs.is_within(p, placement)]
+        """One that is compiled: with other loss chunks alone, or the largest of those whose axes are smaller."""
+        compiled = self._compiled[scaled_costs.axes(placement)]
+        if alike := [p for p in compiled if scaled_costs.is_alike(p, placement)]:
+            return alike[0]
+        known = [p for p in compiled if scaled_costs.is_within(p, placement)]
         return max([scaled_costs.seed(placement), *known], key=lambda p: p.tp * p.cp * p.ep)
 
     def weights(self, layout: Layout) -> float:

@@ -48,6 +48,11 @@ def is_within(small: Placement, placement: Placement) -> bool:
     return all(getattr(placement, axis) % getattr(small, axis) == 0 for axis in AXES)
 
 
+def is_alike(one: Placement, other: Placement) -> bool:
+    """Whether two placements differ in loss chunks alone."""
+    return one != other and replace(one, loss_chunks=other.loss_chunks) == other
+
+
 def _least_factor(size: int) -> int:
     return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
@@ -102,14 +107,15 @@ def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floa
     return Work(products, table(work.attention), work.scalars / np.array(moved)[:, None], exchanges)
 
 
-def with_policy(costs: ModelCosts, saving: ModelCosts) -> ModelCosts:
-    """Costs with the policy and the loss chunks of their placement. saving: costs with these, `unsharded`."""
+def with_policy(costs: ModelCosts, saving: ModelCosts, again: bool = False) -> ModelCosts:
+    """Costs with the policy and the loss chunks of their placement. saving: costs with these, `unsharded`. again:
+    whether the costs are of that policy already."""
     other = at_size(saving, costs.placement)
 
     def of(one: LayerCosts, saved: LayerCosts) -> LayerCosts:
         forward, backward = _fewer(one.forward, saved.forward), _fewer(one.backward, saved.backward)
         kept = np.minimum(one.saved, saved.saved)
-        return replace(one, forward=forward, backward=backward, again=saved.again, saved=kept)
+        return replace(one, forward=forward, backward=backward, again=one.again if again else saved.again, saved=kept)
 
     pairs = zip(costs.layers, other.layers, strict=True)
     return replace(

@@ -41,6 +41,7 @@ class Pricer(Protocol):
     def bound(self, layout: Layout) -> Price | None: ...
     def memory(self, layout: Layout) -> Price: ...
     def weights(self, layout: Layout) -> float: ...
+    def is_close(self, layout: Layout) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,13 @@ class _Search:
         enough = self.enough.setdefault(member, [])
         if any(all(a <= b for a, b in zip(one, steps, strict=True)) for one in enough):
             return
+        least = self.pricer.bound(layout)  # closer by now, if the same is compiled with other loss chunks
+        if least is not None and self.pricer.is_close(layout):
+            if not _may_fit(least):
+                return
+            if (seconds := least.seconds * (1 - SLACK)) > bound * (1 + 1e-9):
+                self._wait(seconds, "saving", layout)
+                return
         candidate = self._price(layout)
         if candidate is not None and candidate.price.fits:
             enough.append(steps)
