@@ -411,7 +411,7 @@ def _check_parts(plan: Plan) -> None:
     if plan.mesh.size("pp") == 1:
         raise ValueError(f"plan: a pipeline needs an axis 'pp', found the mesh {plan.mesh}; make a plan for this mesh")
     for name, parts in pipeline.holders.items():
-        if not parts or not all(0 <= part < pipeline.parts for part in parts):
+        if not all(0 <= part < pipeline.parts for part in parts):
             raise ValueError(
                 f"plan: {name} is used by the pipeline stages {list(parts)}, but there are 0..{pipeline.parts - 1}; "
                 "make a plan for this model"

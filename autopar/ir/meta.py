@@ -41,6 +41,7 @@ NODES = {
     # inputs of rules
     "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and keys of attention over sharded sequences",
     "experts": "ExpertPlan: how the experts of a dispatch, product or combine are sharded",
+    "of_microbatches": "bool: of the factor that makes a local mean an addend to that of all microbatches",
     "global_groups": "int: groups of a convolution, or of group_norm, of the global call",
     "moderate": "bool: an input of a served forward that no number of which can hide a key",
     "unfolded": "Node: the model's own query or key, of one that has an entry for biases of keys",

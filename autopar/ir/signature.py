@@ -15,12 +15,14 @@ from autopar.capture.trace.export import unflatten
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Shard, nested_shape, stored_shape, with_padding, without_padding
 
+PRESENT = "present"  # kind and name of the input that says how many microbatches take part in a step
+
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One placeholder: ``kind`` is parameter, buffer, constant, input or seed; ``name`` the original fully qualified
-    name, or the path of the input ("input_ids", "past.0"); ``aliases`` further names tied to it; ``persistent``:
-    whether a buffer is in the state dict."""
+    """One placeholder: ``kind`` is parameter, buffer, constant, input, seed or `PRESENT`; ``name`` the original fully
+    qualified name, or the path of the input ("input_ids", "past.0"); ``aliases`` further names tied to it;
+    ``persistent``: whether a buffer is in the state dict."""
 
     node: str
     kind: str

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -45,7 +46,10 @@ class AdapterFolder:
             file = (folder if adapter == "default" else folder / adapter) / FILE
             if not file.is_file():
                 raise ValueError(f"load_pretrained: needs {FILE}, found none in {file.parent}")
-            stored = load_file(file)
+            try:
+                stored = load_file(file)
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"load_pretrained: {file} is truncated or not a safetensors file: {error}") from error
             if other := stored.keys() ^ names.keys():
                 raise ValueError(
                     f"load_pretrained: {file} does not fit the model's adapter {adapter!r}: {min(other)} is in one of "

@@ -74,12 +74,13 @@ def sizes(folder: Path) -> Iterator[int]:
 def train(folder: Path, end: float) -> None:
     """On a rank, until the time is up."""
     mesh = autopar.init_mesh("cpu", 60.0, dp="rest")
+    rank, ranks = autopar.dp_rank_and_size(mesh)
     torch.manual_seed(0)
 
     def batch(step: int) -> dict[str, Tensor]:
         drawn = torch.Generator().manual_seed(step)
         whole = {name: torch.randn(16, n, generator=drawn) for name, n in (("x", 64), ("y", 8))}
-        return {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in whole.items()}
+        return {name: x.chunk(ranks)[rank] for name, x in whole.items()}
 
     model = autopar.parallelize(
         Model(), mesh, zero=1, example_batch=batch(0), backend="eager", check=["finite", "replay:20"]

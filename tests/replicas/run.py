@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime.fault import heartbeat
 from autopar.runtime.replicas import lookout, replicas
+from autopar.runtime.replicas.replica_group import ReplicaGroup
 from tests.support.preload import warm
 from tests.support.ranks import PR_SET_PDEATHSIG
 
@@ -38,14 +40,22 @@ PATIENCE = 150.0  # seconds of a run, on a machine that others use
 
 
 class Model(nn.Module):
-    """With dropout, targets to ignore, and a term of the loss that depends on weights alone."""
+    """With dropout, targets to ignore, a term of the loss that depends on weights alone, and buffers: a count of steps,
+    one of targets, and the running mean of the inputs, from which they are measured."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.drop = nn.Linear(8, 16), nn.Linear(16, 6), nn.Dropout(0.2)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("targets", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        out = self.second(self.drop(torch.tanh(self.first(x))))
+        with torch.no_grad():
+            self.steps.add_(1)
+            self.targets = self.targets + (labels != -100).sum()
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        out = self.second(self.drop(torch.tanh(self.first(x - self.mean))))
         penalty = 0.01 * self.first.weight.pow(2).sum()
         return nn.functional.cross_entropy(out, labels, ignore_index=-100) + penalty
 
@@ -68,7 +78,7 @@ def whole_batch(step: int, shards: Sequence[int], parts: int = 1) -> dict[str, T
 @dataclass(frozen=True)
 class Fault:
     """A rank of a replica gets a signal in a step, or in the first one after it; "give": when it gives its state to
-    another. start: which start of the replica it is."""
+    another, "take": when it has received a part of one. start: which start of the replica it is."""
 
     index: int
     step: int
@@ -82,7 +92,9 @@ class Fault:
 class Case:
     """``back``: replicas that are started anew, ``away`` seconds after they have died, each time that they are in it.
     pause: seconds of each step, in the place of a larger model. calls: of a rank in a step, see `calls_of_a_step`.
-    store_ends: seconds after which the store is killed. resumed: seconds after which a stopped process goes on."""
+    store_ends: seconds after which the store is killed. resumed: seconds after which a stopped process goes on. slow:
+    (replica, step, seconds) of one that waits for its data. least: min_replicas. patience: seconds of a mesh's
+    timeout."""
 
     faults: Sequence[Fault] = ()
     back: Sequence[int] = ()
@@ -95,6 +107,9 @@ class Case:
     away: float = 0.0
     store_ends: float = 0.0
     resumed: float = 0.0
+    slow: tuple[int, int, float] = (-1, -1, 0.0)
+    least: int = 1
+    patience: float = 60.0
     folder: str = ""  # of checkpoints, one every five steps
 
 
@@ -300,16 +315,19 @@ def _rank(
 
 
 def _train(case: Case, fault: Fault | None, index: int, rank: int, store: str, pipe: Connection) -> None:
-    mesh = autopar.init_mesh("cpu", 60.0, **{case.axis: case.ranks})
+    mesh = autopar.init_mesh("cpu", case.patience, **{case.axis: case.ranks})
 
     def batch_of(step: int, shard: int) -> dict[str, Tensor]:
+        if (index, step) == case.slow[:2] and shard == index:
+            time.sleep(case.slow[2])
         return {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in shard_of(step, shard).items()}
 
     made = _made(
         mesh, seed=index, count=COUNT, example=batch_of(0, 0)
     )  # other weights than the first replica, until it gives its own
     model, optimizer, scheduler = made
-    runs = autopar.Replicas(model, optimizer, scheduler=scheduler, index=index, store=store, on_loss=case.on_loss)
+    options: dict[str, Any] = {"on_loss": case.on_loss, "min_replicas": case.least}
+    runs = autopar.Replicas(model, optimizer, scheduler=scheduler, index=index, store=store, **options)
     calls = 0
     while runs.step < case.steps:
         if fault is not None and runs.step >= fault.step:
@@ -351,7 +369,10 @@ def _arm(fault: Fault, calls: int) -> None:
     def strike(*_: Any) -> None:
         os.kill(os.getpid(), fault.signal)
 
-    if isinstance(fault.moment, str):
+    if fault.moment == "give":
         vars(replicas)["give_state"] = strike
+    elif isinstance(fault.moment, str):
+        receive, seen = ReplicaGroup.receive, itertools.count(1)
+        ReplicaGroup.receive = lambda *of: strike() if next(seen) == 5 else receive(*of)
     else:
         sys.setprofile(_Counter(strike, max(1, int(fault.moment * calls))))

@@ -69,6 +69,14 @@ SEVERAL: dict[str, tuple[Case, list[int]]] = {
     "the one that returns gives its state to another": (
         Case([Fault(0, 2, 0.5), Fault(1, 40, 0.5)], back=[0, 1], steps=80, pause=0.1), [0, 1, 2, 3],
     ),
+    "it dies while it is given the state": (
+        Case([Fault(2, 2, 0.5), Fault(2, 0, "take", start=1)], back=[2, 2], steps=60, pause=0.1), [0, 1, 2, 3],
+    ),
+    "another dies while one is given the state": (
+        Case([Fault(2, 2, 0.5), Fault(2, 0, "take", start=1), Fault(3, 3, 0.9), Fault(1, 0, "give")], back=[2, 3, 1],
+             steps=60, pause=0.1), [0, 1, 3],
+    ),
+    "one is slow": (Case(slow=(1, 2, 3 * SILENT), steps=5), [0, 1, 2, 3]),
     "before the first step": (Case([Fault(1, 0, 0.9)], back=[1]), [0, 1, 2, 3]),
     "stopped for a while": (
         Case([Fault(1, 2, 0.5, signal=signal.SIGSTOP)], steps=60, pause=0.1, resumed=2 * SILENT), [0, 1, 2, 3],
@@ -80,6 +88,20 @@ SEVERAL: dict[str, tuple[Case, list[int]]] = {
 def test_several(name: str) -> None:
     case, last = SEVERAL[name]
     check(run(case), case.steps, last)
+
+
+def test_too_few_wait() -> None:
+    """For the one that returns; no step is made by three."""
+    done = run(Case([Fault(3, 2, 0.5)], back=[3], least=4, steps=6, away=2 * SILENT))
+    check(done, 6, [*range(COUNT)])
+    assert all(len(order) == COUNT for start in done.starts for order in start.members.values())
+
+
+@pytest.mark.full
+def test_too_few_end() -> None:
+    done = run(Case([Fault(3, 2, 0.5)], least=4, steps=6, patience=12.0))
+    for start in done.starts[:3]:
+        assert "step 2 needs min_replicas=4 replicas, found 0, 1, 2 for 12 s; start others" in start.ends[0], start.ends
 
 
 @pytest.mark.full
@@ -128,7 +150,7 @@ class BatchNorm(Model):
 class Counting(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         self.seen.add_(1)
@@ -158,6 +180,7 @@ def refused() -> dict[str, str]:
         "no index": refusal(autopar.Replicas, made(), store="127.0.0.1:1"),
         "no store": refusal(autopar.Replicas, made(), index=0),
         "on_loss": refusal(autopar.Replicas, made(), on_loss="stop", **at),
+        "too many": refusal(autopar.Replicas, made(), min_replicas=3, **at),
         "check": refusal(made, check="finite"),
         "padding": refusal(made, padding="bucket"),
         "scaler": refusal(autopar.GradScaler, made()),
@@ -176,11 +199,12 @@ def test_what_is_refused() -> None:
         "no index": "pass index=0, or set AUTOPAR_REPLICA",
         "no store": "run python -m autopar replica-store",
         "on_loss": "expected 'repeat' or 'scale', found 'stop'",
+        "too many": "min_replicas: expected a whole number of at least 1 and at most 2, found 3",
         "check": "found check=['finite'], which needs one world",
         "padding": "found padding='bucket', which needs one world",
         "scaler": "compute in bfloat16",
         "batch norm": "samples of different microbatches meet",
-        "buffer": "a step that is repeated would write buffer seen twice",
+        "buffer": "a step writes buffer seen, which is not part of the model's state",
     }
     for name, words in expected.items():
         assert words in said[name], (name, said[name])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar.ir.mesh import Mesh
@@ -69,4 +69,54 @@ def test_shards_add_up(sizes: dict[str, int], replicas: int, dropout: bool, opti
     for found, own in run_ranks(2, added_up, sizes, replicas, dropout, options):
         assert abs(found - loss) < EXACT
         for name, x in gradients.items():
+            torch.testing.assert_close(own[name], x, atol=EXACT, rtol=0)
+
+
+class Means(nn.Module):
+    """Means over the batch: of a loss, of a regularizer, and of inputs into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0))
+        h = self.layer(x - self.mean)
+        return nn.functional.mse_loss(h.tanh(), torch.zeros_like(h)) + h.mean(-1).abs().mean(0)
+
+
+def means(sizes: dict[str, int], shards: int) -> tuple[float, dict[str, Tensor]]:
+    """Of the first shards of four, as replicas compute them; of one process, whose batch these are, for no sizes."""
+    torch.manual_seed(0)
+    whole = {name: x[: ROWS // 4 * shards] for name, x in batch().items()}
+    mesh = autopar.init_mesh("cpu", 30.0, **sizes or {"dp": 1})
+    rank, ranks = autopar.dp_rank_and_size(mesh)
+
+    def shard(index: int) -> dict[str, Tensor]:
+        return {name: x.chunk(shards)[index].chunk(ranks)[rank] for name, x in whole.items()}
+
+    options: dict[str, Any] = {"example_batch": shard(0) if sizes else whole, "replicas": 4 if sizes else 1}
+    model = autopar.parallelize(Means().double(), mesh, **options)
+    if not sizes:
+        losses = [float(model.train_step(**whole))]
+    else:
+        model.shards_present, losses = shards, []
+        totals = [sum(found) for found in zip(*(model.own_totals(**shard(i)) for i in range(shards)), strict=True)]
+        for i in range(shards):
+            model.training_steps = 0
+            with model.shard_of_batch(i, totals):  # type: ignore[arg-type]
+                losses.append(float(model.train_step(**shard(i))))
+        model.store_new_buffers()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return sum(losses), {**grads, "mean": model.full_state_dict()["mean"]}
+
+
+@pytest.mark.parametrize("shards", [3, 4])
+def test_means_are_over_those_present(shards: int) -> None:
+    ((loss, found),) = run_ranks(1, means, {}, shards)
+    for other, own in run_ranks(2, means, {"dp": 2}, shards):
+        assert abs(other - loss) < EXACT
+        for name, x in found.items():
             torch.testing.assert_close(own[name], x, atol=EXACT, rtol=0)

@@ -168,17 +168,18 @@ def _squeeze(local: _Local) -> None:
 
 def _mean(local: _Local) -> None:
     """A mean over a sharded dim is a sum of local means, each divided by the number of shards; or, where shards are not
-    equal, of sums divided by the count of all."""
+    equal, of sums divided by the count of all. With replicas some microbatches may be absent: `split_prologue`."""
     x = local.args["self"]
     rank = len(global_shape(x))
     dims = local.args.get("dim") or list(range(rank))
     ranks: Pieces = 1
-    unequal = local.mesh.slice is not None  # slices differ in length
+    unequal, of_microbatches = local.mesh.slice is not None, False  # slices differ in length
     for axis, size in local.mesh.cut_order.items():
         p = placement(x, axis)
         if isinstance(p, Shard) and p.dim in {d % max(rank, 1) for d in dims}:
             ranks *= size
             unequal |= bool(p.units)
+            of_microbatches |= axis == "mb"
     if ranks == 1:
         return
     node = local.node
@@ -190,6 +191,7 @@ def _mean(local: _Local) -> None:
         factor = 1.0 / math.prod(global_shape(x)[d] for d in dims)
     scaled = insert_call(node.next, aten.mul.Tensor, (node, factor), like=node, val=node.meta["val"])
     inherit(scaled, node, TYPES)
+    scaled.meta["of_microbatches"] = of_microbatches
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
     _Local(local.gm, node, local.mesh)._run_fake()
     _Local(local.gm, scaled, local.mesh)._run_fake()

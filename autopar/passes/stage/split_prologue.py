@@ -4,7 +4,8 @@ Consumes    a local graph with placements whose outermost axis is "mb", the micr
 Guarantees  no conversion over "mb" is left. Values without gradient that all microbatches share are totals, inputs
             ``total_0``, ... of the main graph: those that are summed (the count of targets), and those that are
             gathered (the experts of all tokens, whose capacity is counted globally), as a sum of zero-padded shards.
-            With replicas, whose microbatches are among these, so is their number: some may be absent.
+            With replicas, whose microbatches are among these, some may be absent: their number is an input, and means
+            are divided by it.
             A prologue graph computes totals of inputs. Totals that depend on weights are computed by a pre-pass
             without gradients (`split_statistics`); with aux_loss_scope="microbatch" the sums of one microbatch, times
             their number, replace those of all. The runtime accumulates the rest (gradients of parameters, the loss).
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.conversions import conversion_of, exchange, is_conversion
+from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import (
     add_placeholder,
     ancestors,
@@ -38,8 +39,8 @@ from autopar.ir.graph import (
     run_fake,
 )
 from autopar.ir.meta import TYPES, extend_signature, inherit
-from autopar.ir.placement import INVARIANT, PARTIAL, Invariant, Partial, Replicate, Shard
-from autopar.ir.signature import InputSpec
+from autopar.ir.placement import Invariant, Partial, Replicate, Shard
+from autopar.ir.signature import PRESENT, InputSpec
 from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Prologue
@@ -56,10 +57,10 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         return gm, None, None
     assert ctx.plan is not None
     cuts: list[Node] = []
-    present: Node | int = count
-    if ctx.plan.options.replicas > 1:
-        present = _number_present(gm, count)
+    replicas = ctx.plan.options.replicas > 1
     for node in list(gm.graph.nodes):
+        if replicas and node.meta.get("of_microbatches"):
+            _divide_by(node, _number_present(gm), count)
         if not is_conversion(node) or conversion_of(node)[0] != "mb":
             continue
         _, src, dst = conversion_of(node)
@@ -70,10 +71,8 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         elif isinstance(src, Partial) and isinstance(dst, Invariant) and not has_gradient(node):
             cuts.append(node)
         elif isinstance(src, Replicate) and isinstance(dst, Partial):
-            node.target, node.args = (
-                aten.div.Tensor,
-                (node.args[0], present),
-            )  # all compute the same: an addend once divided
+            node.target = aten.div.Tensor  # all compute the same: an addend once divided
+            node.args = node.args[0], _number_present(gm) if replicas else count
         elif isinstance(dst, Shard) and not isinstance(src, (Shard, Partial)):
             _slice_by_index(gm, node, count, dst)
         elif isinstance(src, Shard) and not isinstance(dst, Shard) and not has_gradient(node):
@@ -84,12 +83,11 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
     learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
     if ctx.plan.options.aux_loss_scope == "microbatch":
         for cut in [cut for cut in learned if isinstance(conversion_of(cut)[1], Partial)]:
-            cut.target, cut.args = aten.mul.Tensor, (cut.args[0], present)  # its own addend instead of the sum
+            # its own addend instead of the sum
+            cut.target, cut.args = aten.mul.Tensor, (cut.args[0], _number_present(gm) if replicas else count)
             cuts.remove(cut)
         learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
-    if isinstance(present, Node) and not present.users:
-        cuts.remove(present)
-    if isinstance(present, Node) and learned:
+    if replicas and learned:
         raise ValueError(
             f"replicas: {described_at(next(iter(learned)))} is a statistic of all microbatches and depends on weights, "
             'which replicas do not exchange; use aux_loss_scope="microbatch"'
@@ -107,15 +105,14 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
     return gm, Prologue(prologue, inputs, prologue.meta["results"]), pre_pass
 
 
-def _number_present(gm: GraphModule, count: int) -> Node:
-    """The number of microbatches of a step, of which some may be absent: the sum of 1 from each of them."""
-    first = placeholders(gm)[-1].next
-    one = insert_call(first, aten.full.default, ([], 1.0), {"device": first.prev.meta["val"].device})
-    number = insert_call(first, exchange, (one, "mb", count, str(PARTIAL), str(INVARIANT)))
-    for node in (one, number):
-        node.meta |= {"placements": {}, "global_shape": (), "has_gradient": False}
-    number.meta["conversion"] = "mb", PARTIAL, INVARIANT
-    return number
+def _divide_by(scaled: Node, present: Node, count: int) -> None:
+    """A mean over the microbatches that are present, instead of ``count``."""
+    x, factor = scaled.args
+    assert isinstance(factor, float), "see lower_to_local"
+    scaled.args = x, factor * count
+    mean = insert_call(scaled.next, aten.div.Tensor, (scaled, present), like=scaled, val=scaled.meta["val"])
+    inherit(mean, scaled, TYPES)
+    scaled.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
 
 
 def _bypass(node: Node) -> None:
@@ -139,7 +136,7 @@ def _refusal(node: Node) -> str:
     user = next(iter(node.users))
     return (
         f"microbatches: samples of different microbatches meet at {described_at(user)} (its operand goes from {src} "
-        f"to {dst}), so splitting the batch would change the result; use microbatches=1"
+        f"to {dst}), so splitting the batch would change the result; use microbatches=1 and one replica"
     )
 
 
@@ -206,11 +203,20 @@ def _own_entries(gm: GraphModule, node: Node, count: int, blocks: Sequence[int],
 
 def _microbatch_input(gm: GraphModule) -> Node:
     """The placeholder for the index of the running microbatch: an int64 scalar tensor."""
+    return _scalar_input(gm, "microbatch", torch.int64)
+
+
+def _number_present(gm: GraphModule) -> Node:
+    """The placeholder for the number of microbatches of a step, of which some may be absent: a float scalar tensor."""
+    return _scalar_input(gm, PRESENT, torch.float32)
+
+
+def _scalar_input(gm: GraphModule, kind: str, dtype: torch.dtype) -> Node:
     for node in placeholders(gm):
-        if node.name == "microbatch":
+        if node.name == kind:
             return node
-    node = add_placeholder(gm.graph, "microbatch", placeholders(gm)[-1])
-    val = run_fake(gm.graph, torch.zeros, ((),), {"dtype": torch.int64})
+    node = add_placeholder(gm.graph, kind, placeholders(gm)[-1])
+    val = run_fake(gm.graph, torch.zeros, ((),), {"dtype": dtype})
     node.meta = {"val": val, "has_gradient": False, "global_shape": ()}
-    extend_signature(gm, [InputSpec("microbatch", "microbatch", "microbatch")])
+    extend_signature(gm, [InputSpec(kind, kind, kind)])
     return node

@@ -61,8 +61,9 @@ def quantizer(folder: Path) -> str | None:
 
 def _config(folder: Path) -> dict[str, Any]:
     """The contents of config.json, which may not be one of transformers."""
+    path = folder / CONFIG
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # a pipe would be waited for
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -71,7 +71,10 @@ def decoded(tree: Any, get: Get) -> Any:
     (kind, inner), *more = tree.items() or [("nothing", None)]
     if more or kind not in _DECODERS:
         raise ValueError(f"needs one of {', '.join(_DECODERS)}, found {list(tree)[:3]}")
-    return _DECODERS[kind](inner, get)
+    try:
+        return _DECODERS[kind](inner, get)
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{str(inner)[:60]} is no {kind}") from error
 
 
 _DECODERS: dict[str, Callable[[Any, Get], Any]] = {

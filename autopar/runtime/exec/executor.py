@@ -28,6 +28,7 @@ from torch.profiler import record_function
 from autopar.adapters.profiling import is_profiled
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import set_device
+from autopar.ir.signature import PRESENT
 from autopar.ir.traffic import Ledger, add_ledgers, ledger_between
 from autopar.ops.delayed_scales import DelayedScales
 from autopar.ops.grouped_experts import ends_of_rows
@@ -59,7 +60,7 @@ from autopar.schedule.order_checks import links
 from autopar.steps.graphs import Compiled, StepGraph, is_a, output
 from autopar.steps.of_rank import graphs_of_rank, lowered_order
 
-PER_STEP = ("input", "seed")  # kinds of values that change in every step
+PER_STEP = ("input", "seed", PRESENT)  # kinds of values that change in every step
 COMPUTED = ("microbatch", "total")  # kinds of values computed by the step itself
 
 

@@ -4,6 +4,7 @@ spec.kind       parameter, buffer, constant, seed    the value stored under the 
                 input                                the batch of this rank, or its microbatch
                 microbatch                          the index, as a tensor
                 total                                what the prologue summed over all microbatches
+                present                             how many microbatches take part, of all replicas together
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.capture.front_end import as_captured
 from autopar.errors import refusal_like
 from autopar.ir.batch import tensors_of
-from autopar.ir.signature import ParameterSpec
+from autopar.ir.signature import PRESENT, ParameterSpec
 from autopar.ir.traffic import ledger_between, rows_sent
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
@@ -103,6 +103,8 @@ class ParallelModule(ModuleFacade):
         super().__init__()
         self.replicas = replicas
         self._shard: tuple[int, list[Tensor]] | None = None  # within `shard_of_batch`
+        self.shards_present = replicas  # of which a step computes one
+        self._store_new_buffers: Callable[[], None] = lambda: None
         self._lift_to_float64, self._generation = lift_to_float64, None
         self._whole_outputs, self._of_rank = outputs_with_grad is True, outputs_with_grad == RANK
         self._groups, self._seed = groups, seed
@@ -227,7 +229,11 @@ class ParallelModule(ModuleFacade):
             with self._watch.step(self.training_steps):
                 result = executor.run_step(values)
             self._store_gradients(executor, result.gradients)
-            executor.buffers.store(self._tree, result.outputs, torch.is_grad_enabled())
+            store = functools.partial(executor.buffers.store, self._tree, result.outputs, torch.is_grad_enabled())
+            if self._shard is None:
+                store()
+            else:
+                self._store_new_buffers = store
             if self._replay is not None:
                 self._replay.end()
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
@@ -250,12 +256,18 @@ class ParallelModule(ModuleFacade):
     @contextlib.contextmanager
     def shard_of_batch(self, index: int, totals: list[Tensor]) -> Iterator[None]:
         """Context manager: `train_step` computes one shard of the batch of several replicas, and returns its addend to
-        the loss. ``totals``: the sums over all shards of what `own_totals` returns."""
+        the loss. ``totals``: the sums over all shards of what `own_totals` returns. Buffers stay as they are until
+        `store_new_buffers`."""
         self._shard = index, totals
         try:
             yield
         finally:
             self._shard = None
+
+    def store_new_buffers(self) -> None:
+        """The step of which a shard was computed last is done: its buffers take effect. They are the same for all
+        shards, since they depend on the batch through ``totals`` alone."""
+        self._store_new_buffers()
 
     @torch.compiler.disable
     def forward(self, *args: Any, **batch: Any) -> Any:
@@ -485,6 +497,9 @@ class ParallelModule(ModuleFacade):
         scaled = self._scaler is not None and not kind.cotangents  # these come from a loss that is scaled already
         values[SCALE] = self._scaler.seed * self._weight if scaled and self._scaler else self._weight
         executor.totals = None
+        if self.replicas > 1:
+            present = self.shards_present * executor.compiled.plan.options.microbatches
+            values[PRESENT] = torch.full((), float(present), device=self._groups.device)
         if self._shard is not None:
             index, executor.totals = self._shard
             values[REPLICA_SHARD] = torch.tensor(index)

@@ -76,10 +76,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Claim:
-    """A replica that asks to join: the name of its start, and the number of steps in the state that it has loaded."""
+    """A replica that asks to join: the name of its start, the number of steps in the state that it has loaded, and its
+    options, which must be those of all."""
 
     name: str
     step: int
+    options: str = ""
 
 
 class MembershipStore:

@@ -72,9 +72,10 @@ class Replicas:
         step: the number of steps that are done in the state that this replica has loaded.
         on_loss: what becomes of the shard of an absent replica. "repeat": the others compute it, so that losses and
             weights are those of an undisturbed run. "scale": it is left out, and means are over the rest.
+        min_replicas: with fewer of them no step is made: they wait for others to return, for the mesh's timeout.
 
     Collective within the replica. Raises ValueError for a model, an option or an address that does not fit, and
-    CollectiveError if the store does not answer.
+    CollectiveError if the store does not answer. Options that differ between replicas are refused by the first step.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Replicas:
         name: str = "run",
         step: int = 0,
         on_loss: str = "repeat",
+        min_replicas: int = 1,
     ) -> None:
         if not isinstance(model, ParallelModule) or model.replicas == 1:
             raise ValueError(
@@ -100,6 +102,8 @@ class Replicas:
         self._schedulers, self._extra = several("scheduler", scheduler), dict(extra or {})
         self._repeats = one_of("on_loss", on_loss, known=ON_LOSS) == "repeat"
         self.count, self.index = model.replicas, _index(index, model.replicas)
+        self._least = whole_number("min_replicas", min_replicas, 1, self.count)
+        self._options = f"on_loss={on_loss!r}, min_replicas={min_replicas}"
         where = _address(store)
         held = model.held()
         self._groups: Groups = held.groups
@@ -107,8 +111,8 @@ class Replicas:
         self._step, self._attempts = whole_number("step", step), 0
         self._record: Record | None = None
         with error_context("replicas"):
-            told = {"index": self.index, "store": where, "name": a_text("name", name), "step": step, "on_loss": on_loss}
-            agree_on_arguments(self._groups, "Replicas", told)
+            told = {"index": self.index, "store": where, "name": a_text("name", name), "step": step}
+            agree_on_arguments(self._groups, "Replicas", told | {"options": self._options})
             several_ranks = self._groups.mesh.world_size > 1
             self._control = self._groups.control(PATIENCE) if several_ranks else None
             host, _, port = where.rpartition(":")
@@ -159,14 +163,18 @@ class Replicas:
                     self._join(batch_of)
                 while True:
                     assert self._record is not None
-                    before = self._record.step
-                    loss = self._attempt(self._record, batch_of)
-                    self._record = self._following(self._record, loss is not None)
+                    before, loss = self._record.step, None
+                    if len(self._record.members) < self._least:
+                        self._record = self._with_others(self._record)
+                    else:
+                        loss = self._attempt(self._record, batch_of)
+                        self._record = self._following(self._record, loss is not None)
                     if self._name not in self._record.members.values():
                         self._return(batch_of)
                     elif loss is not None and self._record.step > before:
                         self._step, self._attempts = self._record.step, 0
                         self._model.training_steps += 1
+                        self._model.store_new_buffers()
                         return loss[0] if len(loss) == 1 else loss
             except BaseException as error:
                 self._leave(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300])
@@ -181,6 +189,7 @@ class Replicas:
             return None
         step, number = record.step, model.training_steps
         shards = record.shards(self.index, self.count, self._repeats)
+        model.shards_present = self.count if self._repeats else len(record.members)
         totals: list[Tensor] = []
         for shard in shards:
             found = model.own_totals(**batch_of(step, shard))
@@ -270,6 +279,37 @@ class Replicas:
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
 
+    def _with_others(self, record: Record) -> Record:
+        """The record that follows one with too few members: others have come in, or another one is lost."""
+        self._group.end()
+        self._lookout.watch(record, record.members.values())
+        found = Record.of(self._of_first(lambda: str(self._returned(record))))
+        assert found is not None, "there is a record"
+        return found
+
+    def _returned(self, record: Record) -> Record:
+        end = time.monotonic() + self._groups.timeout.total_seconds()
+        while time.monotonic() < end:
+            found = self._store.record()
+            if found is None:
+                raise store_lost(f"{self._store.where} has lost its contents")
+            if str(found) != str(record):
+                return found
+            lost = {index for index, name in record.members.items() if name in self._lookout.lost}
+            lost |= self._started_anew(record)
+            if self.index in lost:
+                return record.next(False, {self.index}, {}, record.claims)
+            if lost or self._store.number_of_claims() != record.claims:
+                return self._proposed(record, False, lost)
+            if self._lookout.cut_off:
+                raise store_lost(self._lookout.cut_off)
+            time.sleep(0.05)
+        raise CollectiveError(
+            f"replicas: step {record.step} needs min_replicas={self._least} replicas, found {_listed(record.order)} "
+            f"for {self._groups.timeout.total_seconds():.0f} s; start others, or lower min_replicas, and start all "
+            "again from a checkpoint"
+        )
+
     def _started_anew(self, record: Record) -> set[int]:
         """Members that ask to join under another name: they were lost."""
         if self._store.number_of_claims() == record.claims:
@@ -327,20 +367,26 @@ class Replicas:
             model.train_step(**batch)
         self._drop_gradients()
         model.training_steps = number
-        if written := model.written_buffers():
+        if unsaved := [name for name in model.written_buffers() if name not in model.held().buffers]:
             raise ValueError(
-                f"replicas: a step that is repeated would write buffer {written[0]} twice; use a model whose training "
-                "step writes no buffers"
+                f"replicas: a step writes buffer {unsaved[0]}, which is not part of the model's state, so a replica "
+                "that returns would not be given it; register it with persistent=True"
             )
 
     def _membership(self) -> Record:
         """Ask to join; returns the record with this replica in it. Replicas that find no living member start together,
         from the state of the one that has done most steps."""
-        self._store.claim(self.index, Claim(self._name, self._step))
+        self._store.claim(self.index, Claim(self._name, self._step, self._options))
         end, claims = time.monotonic() + self._groups.timeout.total_seconds(), dict[int, Claim]()
         while time.monotonic() < end:
             record, number, claims = self._store.record(), self._store.number_of_claims(), self._store.claims()
             members = record.members if record is not None else {}
+            for index, claim in claims.items():
+                if claim.name == members.get(index) and claim.options != self._options:
+                    raise ValueError(
+                        f"replicas: needs the same options on all replicas, found {self._options} on replica "
+                        f"{self.index} and {claim.options} on replica {index}; start them with the same"
+                    )
             if self._name in members.values():
                 assert record is not None
                 return record
@@ -359,7 +405,7 @@ class Replicas:
         raise CollectiveError(
             f"replicas: replica {self.index} has waited {self._groups.timeout.total_seconds():.0f} s for others; no "
             f"replica of this run is training, and to start all {self.count} must be there"
-            + (f" (replica {', '.join(map(str, absent))} has not come)" if absent else "")
+            + (f" (replica {_listed(absent)} has not come)" if absent else "")
         )
 
     # --- leaving ------------------------------------------------------------------------------------------
@@ -404,6 +450,10 @@ _open: weakref.WeakSet[Replicas] = weakref.WeakSet()
 def _leave_all() -> None:
     for replicas in list(_open):
         replicas.close()
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices))
 
 
 def _index(given: int | None, count: int) -> int:
