@@ -3,6 +3,7 @@
     h[mask] = features              -->  h.copy_(where(mask, filled_rows(features, mask), h))
     h[mask] + features              -->  h' + filled_rows(features, mask)
     new_zeros(mask.sum(), width)    -->  zeros for all entries, as rows of `mask_indexing`
+    x.masked_scatter(mask, y[other])                       where(mask, rows of y by their number, x)
     if mask.sum().item() != len(features): raise ...       item() is left out
 
 A tensor with one row for each true entry, in order, as features of images have for the places of images in a text. The
@@ -25,6 +26,7 @@ from autopar.capture.branches.mask_positions import MaskPositions
 _TENSOR: Any = Tensor
 _SETS = _TENSOR.__setitem__
 _PUTS = {torch.index_put: False, _TENSOR.index_put: False, _TENSOR.index_put_: True, torch.index_put_: True}
+_SCATTERS = (torch.masked_scatter, _TENSOR.masked_scatter, _TENSOR.masked_scatter_)
 _COMPARED = known.POINTWISE | {"bool", "__bool__", "__get__", "__format__", "__repr__", "__str__"}
 _READS = (_TENSOR.__index__, _TENSOR.__int__, _TENSOR.__float__, _TENSOR.item, _TENSOR.tolist)
 _JOINS = ("cat", "stack", "concat")
@@ -53,6 +55,8 @@ class MaskWrites:
             return self._made(function, args, kwargs)
         if function is _TENSOR.item and args[0] in self._counted:
             return (self._item(args[0]),)
+        if function in _SCATTERS:
+            return self._scattered(function, args, kwargs)
         if function is _SETS:
             out, index, values = args
             return self._put(out, index, values, adds=False) and (None,)
@@ -123,6 +127,25 @@ class MaskWrites:
             made = function(*args[:first], shape, *(args[first + 1 :] if listed else ()), **kwargs)
         self._rows.keep(made, flat)
         return (made,)
+
+    def _scattered(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """x.masked_scatter(places, y[mask]): each place takes the row of y that has its number among the selected ones.
+        A place beyond them, which torch refuses, is nan."""
+        given: dict[str, Any] = dict(zip(("input", "mask", "source"), args, strict=False)) | kwargs
+        x, mask, source = given["input"], given["mask"], given["source"]
+        if not self._rows.are_rows(source) or self._rows.are_rows(x) or self._rows.are_rows(mask):
+            return ()
+        alike = mask.dim() == x.dim() > 1 and (mask.shape[-1] == 1 or mask.stride(-1) == 0)
+        if not alike or source.shape[1:] != x.shape[-1:] or mask.shape[:-1] != x.shape[:-1]:
+            return ()
+        with self._rows.looked_at(rows=False):
+            flat, places = self._rows.mask_of(source), mask[..., 0]
+            order = flat.logical_not().to(torch.int64).argsort(stable=True)  # the selected ones first
+            number = (places.flatten().cumsum(0) - 1).clamp(0, flat.shape[0] - 1)
+            taken = source.index_select(0, order.index_select(0, number))
+            taken = torch.where((number < flat.sum()).unsqueeze(-1), taken, float("nan"))
+            made = torch.where(places.unsqueeze(-1), taken.view(x.shape), x)
+            return (x.copy_(made) if function is _TENSOR.masked_scatter_ else made,)
 
     def _put(self, out: Tensor, index: Any, values: Any, adds: bool) -> tuple[Any, ...]:
         """out[mask] = values, out[mask, :] = values, out[i, mask] = values; () where there is one value for all, whose
