@@ -62,7 +62,9 @@ def attention_forward(
     """transformers' attention signature: q, k, v [B, H, S, D] -> out [B, S, H, D].
 
     A mask specifies the attention pattern completely; without one, a causal module is causal, as in its sdpa path.
+    Queries of one example may attend to keys of many.
     """
+    query = query.expand(max(query.shape[0], key.shape[0]), -1, -1, -1)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         facts = MaskFacts(causal=bool(causal) and query.shape[2] > 1)

@@ -13,7 +13,8 @@ from autopar.ir.batch import tensors_of
 _POSITIONS = "compute_3d_position_ids"
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "input_values")
 PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-SIZES = (*PATCHES.values(), "image_sizes", "spatial_shapes")  # of images and clips
+MERGED = ("image_merge_sizes", "video_merge_sizes")
+SIZES = (*PATCHES.values(), *MERGED, "image_sizes", "spatial_shapes")  # of images and clips
 WITHOUT_BATCH = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
 
 

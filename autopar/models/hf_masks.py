@@ -135,6 +135,8 @@ def mask_facts(
 ) -> MaskFacts:
     """transformers' mask interface. ``attention_mask``: bool [B, Sk], True = a token, False = padding."""
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    if _indexes(mask_function):
+        others["use_vmap"] = False  # its indices broadcast
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
     eager = getattr(others.get("config"), OWN_MASKS, None) == "eager"
     own, plain = (
@@ -159,6 +161,13 @@ def mask_facts(
 def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:
     """Whether ``function`` is a closure that ``factory`` returned."""
     return getattr(function, "__qualname__", "").startswith(f"{factory.__qualname__}.<locals>")
+
+
+def _indexes(function: Callable[..., Any]) -> bool:
+    """Whether a mask consists of transformers' own functions, which compare indices and entries at indices."""
+    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    parts = [x for y in held.values() for x in (y if isinstance(y, tuple) else (y,)) if inspect.isfunction(x)]
+    return getattr(function, "__module__", "") == masking_utils.__name__ and all(map(_indexes, parts))
 
 
 class _Reader:

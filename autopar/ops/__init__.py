@@ -2,10 +2,10 @@
 that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 
 attention, mask_spec, kernels     softmax attention whose mask is given by arguments, and its kernels
-ask_experts                       a layer's experts, held by other ranks
 cached_attention                  of a step's tokens of several requests to keys in pages; writes to them
 cross_entropy, vocab_parallel     losses per row, and with embeddings over a sharded vocabulary
 ctc                               a loss per example
+filled_rows                       rows at the true entries of a mask
 dropout                           masks that depend on a seed and positions alone; on GPUs one Triton kernel
 random_numbers                    numbers of other distributions, likewise
 random_recipes                    torch's random operators in terms of them, in eager runs, too
@@ -20,7 +20,6 @@ Importing this package registers them under `torch.ops.autopar`. Imports adapter
 from __future__ import annotations
 
 from autopar.ops import (
-    ask_experts,
     attention,
     cache,
     cached_attention,
@@ -28,6 +27,7 @@ from autopar.ops import (
     cross_entropy,
     ctc,
     dropout,
+    filled_rows,
     gradient,
     grouped_experts,
     random_numbers,
@@ -37,7 +37,6 @@ from autopar.ops import (
 )
 
 __all__ = [
-    "ask_experts",
     "attention",
     "cache",
     "cached_attention",
@@ -45,6 +44,7 @@ __all__ = [
     "cross_entropy",
     "ctc",
     "dropout",
+    "filled_rows",
     "gradient",
     "grouped_experts",
     "random_numbers",

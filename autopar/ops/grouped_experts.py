@@ -7,6 +7,10 @@
 Expert e owns rows offsets[e-1] .. offsets[e]. Rows after the last offset (expert number >= E: experts of other ranks)
 multiply to zero. An expert without tokens is fine. In the backward, the gradients of the rows and of the weights are
 separate operators, so that they can be scheduled separately.
+
+`autopar::ask_experts` is what a layer's experts make of tokens where other ranks hold them, the experts' role:
+`autopar.runtime.exec.lowering` starts it where its node stands, and waits for the answer right before its first user
+(`autopar.ir.waits`). It has no backward.
 """
 
 from __future__ import annotations
@@ -460,3 +464,20 @@ def within_capacity(expert: Tensor, experts: int, capacity: int) -> Tensor:
     place = torch.arange(ranked.shape[0], device=ranked.device) - torch.searchsorted(ranked, ranked)
     kept = torch.where(place < capacity, ranked, torch.full_like(ranked, experts))
     return torch.empty_like(ranked).index_copy_(0, order, kept).view(expert.shape)
+
+
+@operator(
+    "(Tensor x, Tensor? expert, Tensor? weights, int layer) -> Tensor",
+    lambda x, expert, weights, layer: x.new_empty(x.shape),
+)
+def ask_experts(x: Tensor, expert: Tensor | None, weights: Tensor | None, layer: int) -> Tensor:
+    """x [T, H], expert [T, K] int, weights [T, K] -> [T, H]: each token's weighted sum over its experts.
+
+    expert            numbers that are not those of experts choose none (some models have experts that do nothing)
+    expert, weights   None: every token goes to every node of the experts' role, whose results are added
+    layer             which of the layers that were cut, counted from 0
+    """
+    raise ValueError(
+        f"ask_experts: layer {layer} is computed by the ranks that hold experts, found a call outside of a server; run "
+        "it by autopar.serve(model, roles)"
+    )

@@ -31,7 +31,6 @@ from torch.fx import Node
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
 from autopar.ops import (  # noqa: F401  (registers what is named here)
-    ask_experts,
     cache,
     collectives,
     cross_entropy,

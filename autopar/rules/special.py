@@ -306,6 +306,20 @@ def masked_scatter_rule(call: Call) -> Rule:
     )
 
 
+def filled_rows_rule(call: Call) -> Rule:
+    """rows (b·k, w...), mask (b, s...) -> (b, s..., w...): examples may be sharded if each has as many rows, which is
+    checked at run time."""
+    rows, mask = call.shape("rows"), call.shape("mask")
+    own = bool(mask) and rows[0] % mask[0] == 0
+    b, k = call.factor("b", mask[0]), call.factor("k" if own else "n", rows[0] // mask[0] if own else rows[0])
+    places = [call.factor(f"s{i}", n) for i, n in enumerate(mask[1:])]
+    width = [call.factor(f"w{i}", n) for i, n in enumerate(rows[1:])]
+    free = {*(b if own else ()), *(f for dim in width for f in dim)}
+    blocked = {f: "rows fill it in order" for f in call.sizes if f not in free}
+    taken: Dims = ((*(b if own else ()), *k), *width)
+    return call.rule([taken, (b, *places)], [(b, *places, *width)], blocked=blocked, linear=(frozenset({0}),))
+
+
 # --- losses ----------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,18 @@ def sizes_of_tensors(y: Tensor) -> Tensor:
     return y.new_zeros(count, 5) + y[:2] * torch.arange(count).unsqueeze(1)
 
 
+def filled_later(y: Tensor) -> Tensor:
+    starts = torch.empty(3, dtype=torch.int64)
+    starts[0] = 0
+    starts[1:] = torch.tensor([1, 2, 4]).cumsum(0)[:-1]
+    return y[torch.arange(starts[1], starts[2])] * starts[2]
+
+
+def resized(y: Tensor) -> Tensor:
+    sizes = torch.tensor([[4, 10]]) // 2
+    return torch.nn.functional.interpolate(y[None, None], size=tuple(sizes[0]), mode="bilinear")
+
+
 def tensor_of_tensors(y: Tensor) -> Tensor:
     largest = torch.arange(4).max()
     return y * torch.tensor([[largest, largest + 1, 0, 1, 2]])
@@ -79,6 +91,8 @@ BODIES = [
     written_under_a_mask,
     repeated,
     sizes_of_tensors,
+    filled_later,
+    resized,
     tensor_of_tensors,
     written_to,
     written_behind_a_use,

@@ -9,4 +9,5 @@ from tests.outside import plain_nets as plain_nets
 from tests.outside import plain_sequences as plain_sequences
 from tests.outside import speech_and_more as speech_and_more
 from tests.outside import vision as vision
+from tests.outside import vision_language as vision_language
 from tests.outside.zoo_of_others import MODELS as MODELS

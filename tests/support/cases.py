@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 import autopar
 from autopar import api
 from autopar.adapters.operators import argument_defaults
+from autopar.capture.front_end import as_captured
 from autopar.compile.model import compile_graph
 from autopar.ir.batch import part_of_batch, without_static_inputs
 from autopar.ir.mesh import Mesh
@@ -154,7 +155,8 @@ def _called(cell: Cell) -> Errors:
 @contextlib.contextmanager
 def _given(cell: Cell) -> Iterator[None]:
     """Within: parallelize takes what the parent compiled, if it asks for just that."""
-    made, whole = inherited(cell), subject(cell.name).batch
+    made, known = inherited(cell), subject(cell.name)
+    whole = without_static_inputs(as_captured(known.model, known.batch, cell.options.static_inputs))
 
     def plan_model(model: nn.Module, batch: Any, mesh: Mesh, options: Options, fixed: Any = None, **_: Any) -> Any:
         assert mesh == made.plan.mesh and options == made.plan.options

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autopar.ir.batch import with_static_inputs
+from autopar.capture.front_end import as_captured
 from autopar.ir.graph import copy_graph
 from autopar.models.tiny import TINY
 from autopar.runtime.module.parallel_module import step_seed
@@ -51,7 +51,7 @@ class Subject:
 def subject(name: str) -> Subject:
     """A model by its name; see the head of this file."""
     model, batch = make(name)
-    given = with_static_inputs(batch, STATIC_INPUTS.get(name, ()))
+    given = as_captured(model, batch, STATIC_INPUTS.get(name, ()))
     return Subject(model, batch, captured_once(model, given, lift_to_float64=True), eager(model, batch, SEED))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -34,6 +35,9 @@ _FACTORIES = {
 _OF_SHAPES = {
     torch.zeros_like, torch.ones_like, torch.full_like, _METHODS.new_zeros, _METHODS.new_ones, _METHODS.new_full,
 }  # fmt: skip  # only the shape of the first argument matters
+_ZEROS = {
+    torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, _METHODS.new_empty: _METHODS.new_zeros
+}  # fmt: skip  # what has no values yet is filled later; that of any other values would do
 _ASKED = {
     _METHODS.item, _METHODS.tolist, _METHODS.__bool__, _METHODS.__int__, _METHODS.__float__, _METHODS.__index__,
     _METHODS.numpy, torch.is_nonzero, _METHODS.is_nonzero, torch.equal, _METHODS.equal, torch.allclose,
@@ -49,6 +53,7 @@ _SIZES_FROM = {
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.empty), 0),
     **dict.fromkeys((*_OF_SHAPES, _METHODS.new_empty, _METHODS.view, _METHODS.reshape, torch.reshape), 1),
     **dict.fromkeys((_METHODS.expand, _METHODS.repeat, _METHODS.narrow, torch.narrow, torch.split, _METHODS.split), 1),
+    **dict.fromkeys((functional.interpolate, functional.adaptive_avg_pool2d, functional.pad), 1),
 }  # function -> index of the first argument that is a size
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -241,6 +246,7 @@ class KnownValues:
             for x, value in written:
                 self._origins[x] = replace(self._origins[x], version=x._version, value=value)
             return
+        function = _ZEROS.get(function, function)
         results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor) and not is_real(x)]
         operands = _tensors((args, kwargs))
         free = function in _FACTORIES and not operands

@@ -5,10 +5,12 @@
     --> where(mask, mse_loss(y', x', reduction="none"), 0).sum() / mask.sum() / width
     cross_entropy(h[mask], t[mask])  -->  cross_entropy(h', where(mask, t, -100))
     h[mask] += f(h[mask])            -->  h.copy_(where(mask, h' + f(h'), h))
+    h[mask] = features               -->  h.copy_(where(mask, filled_rows(features, mask), h))
 
-Two masks are equal if they are the same tensor, or the same comparisons of the same tensors. Row-wise functions run on
-all rows. An unknown function gets the selected rows themselves, so that capture names the line that needs a
-data-dependent size. A row that is not selected contributes nothing to the result and has no gradient.
+A tensor that meets selected rows and has a fixed number of rows has one for each of them, in order: its rows are put at
+the true entries. Two masks are equal if they are the same tensor, or the same comparisons of the same tensors. Row-wise
+functions run on all rows. An unknown function gets the selected rows themselves, so that capture names the line that
+needs a data-dependent size. A row that is not selected contributes nothing to the result and has no gradient.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.capture.branches import rowwise_ops as known
 from autopar.capture.branches.known_values import count_answer, writes
 from autopar.capture.branches.mask_positions import MaskPositions
+from autopar.capture.branches.mask_writes import MaskWrites
 from autopar.capture.branches.row_branches import Lines, skipped_lines
 
 _TENSOR: Any = Tensor
 _PLAIN = (int, float, bool, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device)
 _PICKS = (_TENSOR.__getitem__,)
+_COUNTS = ("any", "sum", "count_nonzero")
 _SELECTS = (torch.masked_select, _TENSOR.masked_select)
 # (comparison of a number of rows, with what) -> whether it holds if there are rows
 _SOME = {("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("le", 0): False, ("ge", 1): True, ("lt", 1): False}
@@ -60,9 +64,11 @@ class MaskIndexing:
         )  # number -> whether it is true if there are rows
         self._skipped: list[Lines] = []  # lines that a branch skips where there are no rows
         self._flat: dict[Any, Tensor] = {}  # key of a mask -> the mask, flattened
+        self._shapes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> its shape
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
         self._numbers = itertools.count()
         self._positions = MaskPositions(self, refuse)
+        self._writes = MaskWrites(self, self._positions)
         self._ours: set[Any] = set()  # nodes of calls that `called` handled
         self._of_rows: set[Any] = set()  # those of them that may hold all rows
 
@@ -101,9 +107,11 @@ class MaskIndexing:
     def _note_count(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
         """Record whether there are rows: mask.any(), mask.sum(), and comparisons of a number of rows with 0."""
         name, x = known.plain_name(function), args[0] if args else None
-        whole = len(args) == 1 and not kwargs and isinstance(x, Tensor) and x.dtype == torch.bool
-        if whole and name in ("any", "sum", "count_nonzero"):
+        whole = len(args) == 1 and not kwargs
+        if whole and name in _COUNTS and isinstance(x, Tensor) and x.dtype == torch.bool:
             self._some[made] = True
+            if name != "any":
+                self._writes.note_count(made, x)
         elif len(args) == 2 and isinstance(x, Tensor) and x in self._some:
             if name in ("bool", "item"):
                 self._some[made] = self._some[x]
@@ -128,12 +136,12 @@ class MaskIndexing:
         if picked is None and (parts := _picked_in_part(function, args)) is not None:
             x, mask, rest = parts
             return self.called(function, (self.called(function, (x, mask), {})[0], rest), {})
+        if found := self._writes.called(function, args, kwargs):
+            return found
         rows = self._rows_in((args, kwargs))
         if not rows:
             return ()
         self._check_alive(rows)
-        if function is _TENSOR.__setitem__:
-            return self._put(*args)
         if function in known.IN_PLACE and self.are_rows(args[0]):
             found = self.called(known.IN_PLACE[function], args, kwargs)
             self._changed[args[0]] = True
@@ -141,6 +149,7 @@ class MaskIndexing:
         mask = self._masks[rows[0]]
         if any(self._masks[x] is not mask for x in rows):
             return ()
+        args, kwargs = self._writes.filled_in(function, args, kwargs, rows[0], mask)
         for way in (self._asked, self._reduced, self._lost, self._by_row):
             found = way(function, args, kwargs, rows, mask)
             if found:
@@ -149,6 +158,7 @@ class MaskIndexing:
 
     def handed_on(self, function: Any, arguments: Arguments) -> Arguments:
         """Arguments for a call that `called` did not handle: with the selected rows themselves."""
+        arguments = self._writes.as_numbers(function, arguments)
         if not self._rows_in(arguments):
             return arguments
         if writes(function) and self.are_rows(arguments[0][0]):
@@ -179,13 +189,28 @@ class MaskIndexing:
         if key not in self._flat:
             with self.looked_at(rows=False):
                 self._flat[key] = (mask.flatten() if mask.dim() > 1 else mask).clone()
+            self._shapes[self._flat[key]] = self._origin(mask).shape
         return self._flat[key]
 
     def _key_of_rows(self, mask: Tensor) -> Any:
         """A key that masks share whose entries, in order, are the same."""
+        mask = self._origin(mask)
+        return self._key_of(mask), mask.shape
+
+    def _origin(self, mask: Tensor) -> Tensor:
         while mask in self._viewed:
             mask = self._viewed[mask]
-        return self._key_of(mask), mask.shape
+        return mask
+
+    def filled(self, values: Tensor, flat: Tensor) -> Tensor:
+        """values [K, ...], one row for each entry of a flattened mask -> all rows, zeros beside the mask."""
+        shape = self._shapes[flat]
+        made: Tensor = torch.ops.autopar.filled_rows(values, flat.view(shape), "{found} for {rows}")
+        return self._keep(made.flatten(0, len(shape) - 1) if len(shape) > 1 else made, flat)
+
+    def changed(self, rows: Tensor) -> None:
+        """Note that rows were written to."""
+        self._fresh.pop(rows, None)
 
     def keep(self, made: Tensor, mask: Tensor, fresh: Callable[[], Any] | None = None) -> None:
         """Record a tensor of all rows. ``fresh``: computes the selected ones."""
@@ -209,31 +234,22 @@ class MaskIndexing:
     def _pick(self, x: Tensor, mask: Tensor, key: Any) -> Tensor:
         """All rows of x, with safe numbers in those that are not selected."""
         if self.are_rows(x):
-            before = self._masks[x]
-            key, flat = ("both", self._key_of(before), key), lambda: before & mask
+            flat = self.among(self._masks[x], mask)
         else:
-            flat = lambda: (mask.flatten() if mask.dim() > 1 else mask).clone()  # noqa: E731
             x = x.flatten(0, mask.dim() - 1) if mask.dim() > 1 else x
-        if key not in self._flat:
-            self._flat[key] = flat()
-        return self._keep(self.harmless(x, self._flat[key]), self._flat[key])
+            if key not in self._flat:
+                self._flat[key] = (mask.flatten() if mask.dim() > 1 else mask).clone()
+                self._shapes[self._flat[key]] = self._origin(mask).shape
+            flat = self._flat[key]
+        return self._keep(self.harmless(x, flat), flat)
 
-    def _put(self, out: Tensor, mask: Any, rows: Any) -> tuple[Any, ...]:
-        """out[mask] = rows"""
-        whole = isinstance(mask, Tensor) and mask.dtype == torch.bool and not self.are_rows(out)
-        if not whole or not self.are_rows(rows) or self.are_rows(mask):
-            return ()
-        flat = self._flat.get(self._key_of_rows(mask))
-        if flat is None or flat is not self._masks[rows] or rows.shape[1:] != out.shape[mask.dim() :]:
-            return ()
-        with self.looked_at(rows=False):
-            added = self._positions.added_to(out, rows, flat)
-            if added is not None:
-                out.copy_(out + self._all_of(added, flat).view(out.shape).to(out.dtype))
-                return (None,)
-            beside = mask.view(*mask.shape, *[1] * (out.dim() - mask.dim()))
-            out.copy_(torch.where(beside, rows.view(out.shape).to(out.dtype), out))
-        return (None,)
+    def among(self, before: Tensor, mask: Tensor) -> Tensor:
+        """Of the rows that a mask selects, those that ``mask``, of these rows, selects."""
+        key = ("both", self._key_of(before), self._key_of_rows(mask))
+        if key not in self._flat:
+            self._flat[key] = before & mask
+            self._shapes[self._flat[key]] = self._shapes[before]
+        return self._flat[key]
 
     def _check_alive(self, rows: list[Tensor]) -> None:
         if any(x in self._changed for x in rows):

@@ -29,10 +29,39 @@ _NONZERO = (torch.nonzero, _TENSOR.nonzero, torch.argwhere, _TENSOR.argwhere)
 _INDEX_ADD = {torch.index_add: False, _TENSOR.index_add: False, _TENSOR.index_add_: True}  # -> whether in place
 _SCATTER_ADD = {torch.scatter_add: False, _TENSOR.scatter_add: False, _TENSOR.scatter_add_: True}
 _SCATTER_REDUCE = {torch.scatter_reduce: False, _TENSOR.scatter_reduce: False, _TENSOR.scatter_reduce_: True}
+_PUTS = (torch.index_put, _TENSOR.index_put, torch.index_put_, _TENSOR.index_put_)
+_INDEX_COPY = (torch.index_copy, _TENSOR.index_copy, _TENSOR.index_copy_)
+_SCATTERS = (torch.scatter, _TENSOR.scatter, _TENSOR.scatter_)
+_OUT_OF_PLACE = (
+    torch.scatter,
+    _TENSOR.scatter,
+    torch.index_put,
+    _TENSOR.index_put,
+    torch.index_copy,
+    _TENSOR.index_copy,
+)
 _SELECTS = (torch.index_select, _TENSOR.index_select)
 _ADDS = (torch.add, _TENSOR.add, _TENSOR.__add__, _TENSOR.__radd__, _TENSOR.__iadd__, _TENSOR.add_)
 _SPREADS = _TENSOR.expand, _TENSOR.expand_as, _TENSOR.repeat
 _COLUMNS = (_TENSOR.unsqueeze, torch.unsqueeze, _TENSOR.view, _TENSOR.reshape, torch.reshape, *_SPREADS)
+
+
+def _place_written(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], Any, bool] | None:
+    """(y, index, values, whether they are added) of y[index] = values, index_put and index_copy along dim 0."""
+    if function is _TENSOR.__setitem__:
+        y, index, values = args
+        return y, index if isinstance(index, tuple) else (index,), values, False
+    if function in _PUTS:
+        given = dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+        return given["input"], tuple(given["indices"]), given["values"], bool(given.get("accumulate"))
+    if function in _INDEX_COPY or function in _SCATTERS:
+        source = "source" if function in _INDEX_COPY else "src"
+        given = dict(zip(("input", "dim", "index", source), args, strict=False)) | kwargs
+        if given["dim"] == 0 and given.keys() == {"input", "dim", "index", source}:
+            return given["input"], (given["index"],), given[source], False
+    return None
 
 
 @dataclass(frozen=True)
@@ -246,26 +275,52 @@ class MaskPositions:
 
     def _put(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """y[token] = rows, where rows are y[token] + others, or each row of y is chosen once."""
-        if function is not _TENSOR.__setitem__:
+        place = _place_written(function, args, kwargs)
+        if place is None:
             return ()
-        y, index, rows = args
-        found = self._positions(y, index if isinstance(index, tuple) else (index,))
-        if found is None or not self._rows.are_rows(rows):
+        y, index, rows, accumulated = place
+        found = self._positions(y, index) if function not in _SCATTERS else self._of_columns(y, index[0])
+        if found is None or any(i not in (slice(None), Ellipsis) for i in found[1]):
             return ()
-        (positions, rest), flat = found, found[0][0].flat
-        if any(i not in (slice(None), Ellipsis) for i in rest) or self._rows.mask_of(rows) is not flat:
-            return ()
+        positions, flat = found[0], found[0][0].flat
         whole = len(positions) == len(positions[0].shape)
+        rows = self._values(rows, flat, y.shape[len(positions) :]) if whole else rows
+        if self._rows.mask_of(rows) is not flat:
+            return ()
         if not whole and not are_distinct(positions[0].mask):
             self._refuse(
                 "rows are written to positions of which one may be chosen several times (two of a token's experts may "
                 "be the same); use index_add_, or choose the experts of a token by topk"
             )
-        adds = self.added_to(y, rows, positions)
+        adds = rows if accumulated else self.added_to(y, rows, positions)
         with self._rows.looked_at(rows=False):
             total = self._total(rows if adds is None else adds, positions, y)
-            y.copy_(torch.where(self._any(positions, y), total, y) if adds is None else y + total)
-        return (None,)
+            made = torch.where(self._any(positions, y), total, y) if adds is None else y + total
+            if function in _OUT_OF_PLACE:
+                return (made,)
+            y.copy_(made)
+        return (None,) if function is _TENSOR.__setitem__ else (y,)
+
+    def _of_columns(self, y: Tensor, index: Any) -> tuple[list[_Position], tuple[Any, ...]] | None:
+        """The position that all columns of an index [n, width] are."""
+        if not isinstance(index, Tensor) or index not in self._columns or self._rows.are_rows(y):
+            return None
+        position = self._columns[index]
+        fit = index.shape[1:] == y.shape[1:] and y.shape[0] == position.shape[position.dim]
+        return ([position], ()) if fit else None
+
+    def _values(self, values: Any, flat: Tensor, width: torch.Size) -> Any:
+        """What is written to each position: rows, a row for each selected position, or one value for all."""
+        if self._rows.are_rows(values):
+            return values
+        with self._rows.looked_at(rows=True):
+            if not isinstance(values, Tensor):
+                values = torch.tensor(values)
+            if values.dim() == len(width) + 1 and values.shape[0] != 1:
+                return self._rows.filled(values.expand(values.shape[0], *width), flat)
+            made = values.expand(flat.shape[0], *width).clone()
+            self._rows.keep(made, flat)
+            return made
 
     def _added(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """index_add, scatter_add, scatter_reduce by sum, at positions along dim 0."""
@@ -281,6 +336,11 @@ class MaskPositions:
         if not isinstance(index, Tensor) or index not in places or not set(given) <= {*names}:
             return ()
         position = places[index]
+        if len(position.shape) == 1 and isinstance(rows, Tensor) and not self._rows.are_rows(rows):
+            if rows.shape[1:] != y.shape[1:]:
+                return ()
+            with self._rows.looked_at(rows=True):
+                rows = self._rows.filled(rows, position.flat)
         right = given.get("dim") == 0 and isinstance(y, Tensor) and not self._rows.are_rows(y)
         right = right and given.get("reduce", "sum") == "sum" and self._rows.mask_of(rows) is position.flat
         if not right or y.shape[0] != position.shape[position.dim] or rows.shape[1:] != y.shape[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -159,10 +160,7 @@ def _viewed(x: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     shape = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
     if not shape or kwargs or not all(isinstance(s, int) for s in shape) or shape[0] != -1 or -1 in shape[1:]:
         return False
-    entries = 1
-    for size in shape[1:]:
-        entries *= size
-    return entries == x[:1].numel()
+    return math.prod(shape[1:]) == math.prod(x.shape[1:])
 
 
 _WAYS: dict[str, Callable[[Tensor, tuple[Any, ...], dict[str, Any]], bool]] = {

@@ -191,12 +191,20 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
                 f"capture: {line_of(node)}: item() reads a number from a tensor, which differs between steps and "
                 f"ranks; compute with the tensor itself (detached, if it should have no gradient), or {_STATIC_INPUTS}"
             )
-        if isinstance(value, Tensor) and free_unbacked_symbols(value):
+        if (isinstance(value, Tensor) and free_unbacked_symbols(value)) or _picks_rows(node):
             raise ValueError(
                 f"capture: {line_of(node)}: the size of the result depends on tensor values, but all sizes must "
                 "follow from the shapes of the batch; use torch.where or a mask; for experts use grouped_mm, not a "
                 f"loop over counts; or {_STATIC_INPUTS}"
             )
+
+
+def _picks_rows(node: Node) -> bool:
+    """Whether a result has as many rows as a mask has true entries, also where torch has concluded from another tensor
+    how many these are."""
+    indices = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
+    masks = any(isinstance(i, Node) and i.meta["val"].dtype == torch.bool for i in indices)  # type: ignore[union-attr]
+    return masks or node.target in (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 
 def _refuse_sparse_gradients(graph: Graph, trained: set[str]) -> None:

@@ -411,6 +411,14 @@ def _masked_scatter(local: _Local) -> None:
     set_argument(local.node, "mask", watched)
 
 
+def _filled_rows(local: _Local) -> None:
+    text = (
+        f"{_source_of(local.args['mask'], local.gm, 'a mask')} selects {{found}} entries for the {{rows}} rows of "
+        f"{describe(local.node)}: it must select as many as there are rows, on each rank, in the order of the examples"
+    )
+    set_argument(local.node, "text", text)
+
+
 LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.view.default: lambda local: local.set_sizes("size"),
     aten.reshape.default: lambda local: local.set_sizes("shape"),
@@ -433,6 +441,7 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.embedding.default: _embedding,
     zero_padding: _zero_padding,
     aten.masked_scatter.default: _masked_scatter,
+    torch.ops.autopar.filled_rows.default: _filled_rows,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.moe_dispatch.default: _dispatch,
     torch.ops.autopar.moe_combine.default: _combine,

@@ -11,7 +11,7 @@ class Experts(Protocol):
     """Gets tokens to the ranks of the experts' role, and their results back."""
 
     def start(self, layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Any:
-        """Ask ``layer``, without waiting: x [T, H], expert and weights [T, K], as `autopar.ops.ask_experts` says.
+        """Ask ``layer``, without waiting: x [T, H], expert and weights [T, K], as `autopar.ops.grouped_experts` says.
         Returns what `finish` takes."""
 
     def finish(self, pending: Any) -> Tensor:
