@@ -28,7 +28,7 @@ from torch.fx import Node
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import OpOverload, mutates, name_of
 from autopar.attention.operator import attention_of_piece
-from autopar.cost.attention_costs import is_context_attention
+from autopar.cost.attention_costs import busiest_share, is_context_attention
 from autopar.cost.hardware import DEFAULT, Device, Links
 from autopar.cost.traffic import transfer_seconds
 from autopar.ir.conversions import convert, exchange
@@ -348,7 +348,8 @@ def node_seconds(
         return max(tiled_flops(node) / device.speed(dtype), memory)
     if kind == ATTENTION:
         speed = device.peak(dtype) * device.attention_share(is_backward_attention(node))
-        return max(flops(node) / speed, moved or 0.0)
+        most = busiest_share(node) if is_context_attention(node) else 1.0
+        return max(flops(node) * most / speed, moved or 0.0)
     if is_call(node, CACHED):
         return max(flops(node, requests) / (device.peak(dtype) * device.attention_share(False)), memory)
     return memory
