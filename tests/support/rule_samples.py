@@ -18,8 +18,8 @@ from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ir.halo import shift_of_piece, token_conv1d_of_piece
 from autopar.ir.scans import scan_of_piece
+from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.padded_pieces import zero_padding
-from autopar.ops.scaled_products import scaled_linear
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES

@@ -20,9 +20,9 @@ from autopar.cost.hardware import device_of
 from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ops.declare import COMPILED
-from autopar.ops.eager_products import ScaledProducts
+from autopar.ops.few_bits.eager_products import ScaledProducts
+from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.kernels.chips import Chip
-from autopar.ops.scaled_products import scaled_linear
 from autopar.options import Options
 from autopar.passes.partition import scale_products
 from autopar.plan import Plan
@@ -156,15 +156,10 @@ def test_the_plan_says_what_is_scaled_and_why_the_rest_is_not() -> None:
         "head.weight": "the last product",
     }
     text = str(plan)
-    assert "products of 1 of 7 weights of linear layers are of float8, scaled by tensor" in text
+    assert "products of 1 of 7 weights are of float8, scaled by tensor" in text
     assert "head.weight" in text and "stays wide: the last product" in text
     assert Plan.from_json(plan.to_json()) == plan
     assert not compiled(mixture(), {"dp": 2}, PRECISIONS["bf16"]).plan.products
-
-
-def test_grouped_products_of_experts_are_said_to_stay_wide() -> None:
-    plan = compiled(make("mixtral"), {"ep": 2}, EXACT).plan
-    assert any(subject == "precision" and "grouped products of experts" in why for subject, why in plan.notes)
 
 
 @pytest.mark.parametrize(

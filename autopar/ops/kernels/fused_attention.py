@@ -1,8 +1,9 @@
 """Attention as three Triton kernels, for what the chip's own do not support: a softcap without the flash-attn package.
 
 Scores are computed block by block and never stored: FlashAttention-2 (Dao 2023), algorithm 1 forward and 2 backward.
-Masks by position, padding and documents follow from positions; blocks without allowed pairs are skipped, those between
-documents too: each position knows where its document begins and ends. Key heads are not expanded. There are no atomic adds, so results are deterministic:
+Masks by position, padding and documents follow from positions; blocks without allowed pairs are skipped, and those
+between documents: each position knows where its document begins and ends. Key heads are not expanded. There are no
+atomic adds, so results are deterministic:
 
     _forward        a block of rows over all columns        out, lse
     _to_queries     a block of rows over all columns        gradient of q

@@ -106,7 +106,10 @@ class _Tokens:
         have, of several the last."""
         if is_call(node, ours.moe_dispatch.default):
             return node.args[0], 0  # type: ignore[return-value]
-        if node.target not in PRODUCTS - CONVOLUTIONS - {ours.grouped_mm.default} or node in self.weights:
+        if (
+            node.target not in PRODUCTS - CONVOLUTIONS - {ours.grouped_mm.default, ours.scaled_grouped_mm.default}
+            or node in self.weights
+        ):
             return None, 0
         if not any(x in self.weights for x in node.all_input_nodes):
             return None, 0
