@@ -193,6 +193,12 @@ def padded() -> str:
     )
 
 
+@pytest.mark.parametrize("policy", [EXACT, BY_ROW], ids=["tensor", "row"])
+def test_tiles_need_scales_of_single_tokens(policy: Precision) -> None:
+    with pytest.raises(ValueError, match="tiles: 2 tiles need products whose scales are each token's own, found"):
+        compiled(make("one-layer llama"), {"dp": 2}, policy, tiles=2)
+
+
 class Float8Linear(nn.Linear):
     """As torchao's conversion makes them."""
 
@@ -302,6 +308,7 @@ def worst(made: tuple[nn.Module, dict[str, Tensor]], step: Compiled, policy: Pre
         ("llama", {"tp": 4}, {"sequence_parallel": True}, BY_ROW),
         ("bert", {"cp": 2}, {}, EXACT),
         ("llama", {"dp": 2}, {"zero": 1}, BY_TOKEN),
+        ("llama", {"dp": 2}, {"tiles": 2}, BY_TOKEN),
         ("gpt2", {"dp": 2, "cp": 2}, {"zero": 3}, GATHERED),
         ("llama", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}, GATHERED),
     ],

@@ -142,6 +142,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any], Precision]] = [
     ("qwen3_moe", {"ep": 2}, {"microbatches": 2}, BY_TOKEN),
     ("mixtral", {"dp": 2, "cp": 2}, {}, BLOCKS),
     ("mixtral", {"ep": 2}, {"token_dispatcher": "alltoall_dedup"}, BLOCKS),
+    ("mixtral", {"dp": 2}, {"tiles": 2}, BY_TOKEN),
 ]
 
 
