@@ -53,7 +53,7 @@ def quantized_by_group(x: Tensor, scale: Tensor, offsets: Tensor, format: torch.
 
 
 def _of_rows(scale: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """[E, c] -> [n, c]; rows of no expert have the last one's, and are no part of any product."""
+    """[E, c] -> [n, c]; rows of no expert have the scale of the last one, and no product reads them."""
     return scale.index_select(0, expert_of_row(x, offsets).clamp_(max=offsets.shape[0] - 1))
 
 
