@@ -130,8 +130,9 @@ class Plan:
     something. ``loss_chunks``: in how many chunks losses are computed. ``loss_gradients``: what computes the gradients
     of these chunks, the "forward" or, with their logits a second time, the "backward". ``tiles``: in how many tiles of
     tokens the regions run that treat every token by itself. ``draws``: whether steps draw
-    random numbers. ``products``: with products in few bits, the weight of each linear layer -> why its products stay
-    wide, or "" if they are scaled. (FLOPs of shares, checkpoints and loss chunks are known once a batch is compiled.)
+    random numbers. ``products``: with products in few bits, the weight of each linear layer and grouped product -> why
+    its products stay wide, or "" if they are scaled. (FLOPs of shares, checkpoints and loss chunks are known once a
+    batch is compiled.)
     """
 
     mesh: Mesh
@@ -268,7 +269,7 @@ class Plan:
         kept = {name: why for name, why in self.products.items() if why}
         how = self.options.precision
         lines = [
-            f"  products of {len(self.products) - len(kept)} of {len(self.products)} weights of linear layers are of "
+            f"  products of {len(self.products) - len(kept)} of {len(self.products)} weights are of "
             f"{how.product}, scaled by {how.scaling}{', gathered in eight bits' if how.gather else ''}"
         ]
         return lines + [f"    {name:<58} stays wide: {why}" for name, why in kept.items()]

@@ -39,10 +39,10 @@ from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.compute_dtypes import cast_around
 from autopar.ir.mesh import Mesh
 from autopar.lift_to_float64 import LiftFloat32
-from autopar.ops.delayed_scales import DelayedScales
-from autopar.ops.eager_products import ScaledProducts
+from autopar.ops.few_bits.delayed_scales import DelayedScales
+from autopar.ops.few_bits.eager_products import ScaledProducts
+from autopar.ops.few_bits.scaled_products import VALUES
 from autopar.ops.random_recipes import shared_random
-from autopar.ops.scaled_products import VALUES
 from autopar.ops.traits import aliases
 from autopar.options import Options
 from autopar.plan import AxisShare, Plan

@@ -43,7 +43,7 @@ def in_tiles(
         return attempt(graphs)
     regions = regions_of(graphs[0][0], plan) if len(graphs) == 1 else []
     if count > 1 and not regions:
-        raise _refused(count, len(graphs) > 1)
+        raise _refused(count, len(graphs) > 1, plan)
 
     def tried(tiles: int) -> Compiled:
         ctx.plan = replace(plan, tiles=tiles, notes=_noted(plan, regions, tiles))
@@ -73,11 +73,16 @@ def _noted(plan: Plan, regions: Sequence[TileRegion], count: int) -> tuple[tuple
     return *notes, ("tiles", f"{len(regions)} regions run in {count} tiles of tokens: {saves}")
 
 
-def _refused(count: int, sliced: bool) -> ValueError:
+def _refused(count: int, sliced: bool, plan: Plan) -> ValueError:
     if sliced:
         return ValueError(
             f"tiles: {count} tiles need whole microbatches, found token slices; use another schedule, or leave tiles "
             "out"
+        )
+    if not plan.options.precision.scales_by_token:
+        return ValueError(
+            f"tiles: {count} tiles need products whose scales are each token's own, found {plan.options.precision!r}; "
+            "use scaling='row' or 'block' with wide_weight_gradient=True, or leave tiles out"
         )
     return ValueError(
         f"tiles: nothing can run in {count} tiles: it needs a product with a weight of another such product (an MLP), "

@@ -16,7 +16,7 @@ from autopar.attention.exchanges import WAYS
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.operator import FACT_NAMES, attention_of_piece, problem_of_pieces
 from autopar.attention.problem import Problem
-from autopar.attention.program import most_moved, sampled, trace
+from autopar.attention.program import ComputeEvent, Trace, kernel_flops, most_moved, sampled, trace
 from autopar.cost.attention_timeline import AttentionTimeline, play
 from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.topology import Topology
@@ -129,11 +129,23 @@ def problem_of_node(node: Node) -> Problem:
     return problem_of_pieces(args["q"], args["k"], args["v"], facts, *dealt, args["size"], bool(differentiated))
 
 
+def busiest_share(node: Node) -> float:
+    """FLOPs of the rank that computes most, as a multiple of the mean: documents and layouts decide it."""
+    problem = problem_of_node(node)
+    most = max(sum(e.flops for e in one.events if isinstance(e, ComputeEvent)) for one in _traces(node))
+    mean = kernel_flops(problem, problem.pairs, BACKWARD[node.target]) * problem.batch * problem.heads / problem.size
+    return max(1.0, most / mean) if mean else 1.0
+
+
 def sent_by(node: Node) -> dict[str, tuple[int, int]]:
     """Kind ("send up", "send home", "all_gather", ...) -> (exchanges, bytes) of the rank that sends most that way."""
+    return {f"send {kind}" if kind in WAYS else kind: moved for kind, moved in most_moved(_traces(node)).items()}
+
+
+def _traces(node: Node) -> list[Trace]:
+    """What the ranks that represent all do."""
     args, problem, backward = arguments(node), problem_of_node(node), BACKWARD[node.target]
     algorithm = ALGORITHMS[args["backward" if backward else "forward"]]
     # step graphs exchange heads around the operator, local graphs inside the node
     heads = args.get("head_ranks", 1)
-    found = most_moved([trace(algorithm, problem, backward, rank, heads) for rank in sampled(problem)])
-    return {f"send {kind}" if kind in WAYS else kind: moved for kind, moved in found.items()}
+    return [trace(algorithm, problem, backward, rank, heads) for rank in sampled(problem)]

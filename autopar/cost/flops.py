@@ -28,14 +28,15 @@ from torch.fx import Node
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import OpOverload, mutates, name_of
 from autopar.attention.operator import attention_of_piece
-from autopar.cost.attention_costs import is_context_attention
+from autopar.cost.attention_costs import busiest_share, is_context_attention
 from autopar.cost.hardware import DEFAULT, Device, Links
 from autopar.cost.traffic import transfer_seconds
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
 from autopar.ir.halo import token_conv1d_of_piece
 from autopar.ir.storages import shares_storage
-from autopar.ops.scaled_products import VALUES, scaled_linear
+from autopar.ops.few_bits.scaled_experts import scaled_experts
+from autopar.ops.few_bits.scaled_products import VALUES, scaled_linear
 from autopar.ops.token_windows import token_conv1d
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES
 from autopar.ops.vocab_parallel import embedding_of_piece
@@ -217,6 +218,8 @@ COUNTS: dict[str, Count] = {
     "autopar::grouped_mm": _product("rows"),
     "autopar::grouped_mm_weight_grad": _grouped_weight_grad,
     "autopar::scaled_mm": _product("a"),
+    "autopar::scaled_grouped_mm": _product("rows"),
+    "autopar::scaled_grouped_mm_weight_grad": _grouped_weight_grad,
     "autopar::attention": _attention(1, 1),
     "autopar::attention_backward": _attention(3, 2),
     "autopar::context_attention": _attention(1, 1),
@@ -231,6 +234,7 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
 _LOCAL: dict[Any, Count] = {
     attention_of_piece: _attention(1, 1),
     scaled_linear: _product("input"),
+    scaled_experts: _product("rows"),
     token_conv1d: _convolution,
     token_conv1d_of_piece: _convolution,
 }
@@ -315,10 +319,12 @@ def _tiles(size: int) -> float:
 
 def _scaled_by_block(node: Node) -> bool:
     """Whether it is a product of float8 that no kernel computes, so that it runs in the dtype of its result."""
-    if is_call(node, scaled_linear):
+    if is_call(node, scaled_linear, scaled_experts):
         return bool(arguments(node)["scaling"] == "block")
+    if _name(node) == "autopar::scaled_grouped_mm":
+        return _size(arguments(node)["scale_rows"])[1] > 1
     if _name(node) != "autopar::scaled_mm":
-        return False
+        return _name(node) == "autopar::scaled_grouped_mm_weight_grad"
     args = arguments(node)
     return _size(args["scale_a"])[1] > 1 or _size(args["scale_b"])[0] > 1
 
@@ -342,13 +348,14 @@ def node_seconds(
     memory = memory_bytes(node, requests) / device.memory
     operands = tensor_operands(node) or [node]
     dtype = next((v.dtype for v in _tensors(operands[0])), None) or torch.float32
-    dtype = VALUES if is_call(node, scaled_linear) else dtype
+    dtype = VALUES if is_call(node, scaled_linear, scaled_experts) else dtype
     dtype = _tensors(node)[0].dtype if _scaled_by_block(node) else dtype
     if kind == PRODUCT:
         return max(tiled_flops(node) / device.speed(dtype), memory)
     if kind == ATTENTION:
         speed = device.peak(dtype) * device.attention_share(is_backward_attention(node))
-        return max(flops(node) / speed, moved or 0.0)
+        most = busiest_share(node) if is_context_attention(node) else 1.0
+        return max(flops(node) * most / speed, moved or 0.0)
     if is_call(node, CACHED):
         return max(flops(node, requests) / (device.peak(dtype) * device.attention_share(False)), memory)
     return memory

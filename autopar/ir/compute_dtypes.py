@@ -169,7 +169,10 @@ def added_in(own: torch.dtype, stored: torch.dtype, precision: Precision) -> tor
 
 aten = torch.ops.aten
 
-_SEVERAL_DTYPES = {torch.ops.autopar.grouped_mm.default, torch.ops.autopar.scaled_mm.default}
+_SEVERAL_DTYPES = {
+    torch.ops.autopar.grouped_mm.default, torch.ops.autopar.scaled_mm.default,
+    torch.ops.autopar.scaled_grouped_mm.default,
+}  # fmt: skip
 # All floating operands have one dtype.
 ONE_DTYPE = PRODUCTS - _SEVERAL_DTYPES | {aten.complex.default, aten.polar.default}
 # So must these, except that half precision may be combined with float32 weights.

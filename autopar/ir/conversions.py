@@ -86,7 +86,7 @@ def uncast(node: Node) -> Node:
 
 
 def unrounded(node: Node) -> Node:
-    """The value that a node rounds to eight bits (`autopar.ops.scaled_products`), else the node."""
+    """The value that a node rounds to eight bits (`autopar.ops.few_bits.scaled_products`), else the node."""
     return node.args[0] if is_call(node, torch.ops.autopar.quantized.default) else node  # type: ignore[return-value]
 
 

@@ -143,6 +143,11 @@ class TransformersAdapter:
 
     def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch, without a cache and with a ModelOutput."""
+        if batch.get("cu_seq_lens_q") is not None and batch.get("position_ids") is None:
+            raise ValueError(
+                "parallelize: documents of packed rows are read from position_ids that start anew, found cu_seq_lens_q "
+                "without them; use DataCollatorWithFlattening(return_position_ids=True)"
+            )
         known = inspect.signature(model.forward).parameters
         arguments = {k: v for k, v in batch.items() if v is not None and k not in ("use_cache", "return_dict")}
         if "use_cache" in known:

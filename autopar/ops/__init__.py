@@ -9,7 +9,7 @@ filled_rows                       rows at the true entries of a mask
 dropout                           masks that depend on a seed and positions alone; on GPUs one Triton kernel
 random_numbers                    numbers of other distributions, likewise
 random_recipes                    torch's random operators in terms of them, in eager runs, too
-scaled_products                   linear layers whose products are of eight-bit operands
+few_bits                          linear layers and experts whose products are of eight-bit operands
 declare                           how operators are declared
 collectives                       communication between ranks, by the name of an axis
 grouped_experts, cache, gradient, value_checks      experts, keys of earlier slices, custom backwards, range checks
@@ -31,10 +31,10 @@ from autopar.ops import (
     gradient,
     grouped_experts,
     random_numbers,
-    scaled_products,
     value_checks,
     vocab_parallel,
 )
+from autopar.ops.few_bits import scaled_experts, scaled_products
 
 __all__ = [
     "attention",
@@ -48,6 +48,7 @@ __all__ = [
     "gradient",
     "grouped_experts",
     "random_numbers",
+    "scaled_experts",
     "scaled_products",
     "vocab_parallel",
     "value_checks",

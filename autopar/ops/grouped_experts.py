@@ -192,8 +192,8 @@ def _stay(rows: Tensor) -> bool:
     return rows.is_cuda
 
 
-def _expert_of_row(rows: Tensor, offsets: Tensor) -> Tensor:
-    """[N] int64; the number of experts for rows after the last offset."""
+def expert_of_row(rows: Tensor, offsets: Tensor) -> Tensor:
+    """The expert of each row, [N] int64; the number of experts for rows after the last offset."""
     return torch.searchsorted(offsets, torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype), right=True)
 
 
@@ -313,7 +313,7 @@ def grouped_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] + the bias [E, O] of each row's expert."""
     if _stay(rows):
         padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
-        return rows + padded.index_select(0, _expert_of_row(rows, offsets))
+        return rows + padded.index_select(0, expert_of_row(rows, offsets))
     out = rows.clone(memory_format=torch.contiguous_format)
     for expert, start, stop in _groups(offsets):
         out[start:stop] += bias[expert]
@@ -327,7 +327,7 @@ def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] -> the sum over each expert's rows [E, O]; the transpose of `grouped_bias`."""
     if _stay(rows):
         sums = rows.new_zeros(offsets.shape[0] + 1, rows.shape[1])
-        return sums.index_add_(0, _expert_of_row(rows, offsets), rows)[:-1].clone()
+        return sums.index_add_(0, expert_of_row(rows, offsets), rows)[:-1].clone()
     out = rows.new_zeros(offsets.shape[0], rows.shape[1])
     for expert, start, stop in _groups(offsets):
         out[expert] = rows[start:stop].sum(0)

@@ -39,6 +39,7 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
     vocab_parallel,
 )
 from autopar.ops.declare import CHOICES
+from autopar.ops.few_bits import scaled_experts, scaled_products  # noqa: F401
 from autopar.ops.gradient import GRAD_OUTPUT
 from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
 from autopar.ops.token_windows import token_conv1d
@@ -157,6 +158,7 @@ PRODUCTS = CONVOLUTIONS | {
     aten.convolution.default,
     ours.grouped_mm.default,
     ours.scaled_mm.default,
+    ours.scaled_grouped_mm.default,
 }
 
 SUMS = (ours.all_reduce.default, ours.reduce_scatter.default)

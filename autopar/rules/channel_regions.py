@@ -181,7 +181,7 @@ class _Channels:
                 continue
             value = self.down.popleft()
             for user in value.users:
-                if user in self.calls and user not in self.cuts:
+                if user in self.calls and user not in self.cuts and user not in self.makes:
                     for x, operand in zip(tensor_operands(user), self.tokens.rule(user).operands, strict=True):
                         if x is value and operand is not None:
                             self._shard(user, operand, self.labels[value])
@@ -315,8 +315,8 @@ def channel_region(tokens: Tokens, seeds: Iterable[Seed]) -> Region:
     inside = _inside(tokens, cuts)
     exchanged = [
         (value, enters, cost)
-        for value, enters, users, cost in _values(tokens, cuts)
-        if (maker_of(value) in inside) != enters and any((user in inside) == enters for user in users)
+        for value, enters, users, cost, whole in _values(tokens, cuts)
+        if (whole or (maker_of(value) in inside) != enters) and any((user in inside) == enters for user in users)
     ]
     labels: dict[Node, Shard] = {}
     for call in tokens.calls:
@@ -326,9 +326,10 @@ def channel_region(tokens: Tokens, seeds: Iterable[Seed]) -> Region:
     return Region(inside, {call for call in inside if not cuts[call]}, labels, exchanged)
 
 
-def _values(tokens: Tokens, cuts: Mapping[Node, Cut]) -> Iterator[tuple[Node, bool, list[Node], float]]:
-    """(value, True, users, bytes) if its maker is on tokens and these users on channels; (.., False, ..) the reverse.
-    Bytes are those that a rank sends: of an all-to-all, or of an all-gather for users that lack the channels."""
+def _values(tokens: Tokens, cuts: Mapping[Node, Cut]) -> Iterator[tuple[Node, bool, list[Node], float, bool]]:
+    """(value, True, users, bytes, False) if its maker is on tokens and these users on channels; (.., False, ..) the
+    reverse: of an all-to-all, bytes that a rank sends. (.., True): of an all-gather for users on channels that lack
+    them, on whichever side its maker is."""
     calls, ranks = tokens.calls, tokens.mesh.size(tokens.axis)
     for call in calls:
         for _, value in results_of(call):
@@ -339,10 +340,10 @@ def _values(tokens: Tokens, cuts: Mapping[Node, Cut]) -> Iterator[tuple[Node, bo
                 if user in cuts:
                     by_need.setdefault(_has_channels(tokens.rule(user), user, value, cuts[user]), []).append(user)
             for has_channels, some in by_need.items():
-                yield value, True, some, size / ranks if has_channels else size
+                yield value, True, some, size / ranks if has_channels else size, not has_channels
             users = [user for user in users if user in cuts or user not in tokens.mixing]
             if users and cuts.get(call):
-                yield value, False, users, size / ranks
+                yield value, False, users, size / ranks, False
 
 
 def halo_bytes(tokens: Tokens, call: Node) -> float:
@@ -369,9 +370,10 @@ def _inside(tokens: Tokens, cuts: Mapping[Node, Cut]) -> set[Node]:
     source, sink = len(numbers), len(numbers) + 1
     graph = nx.DiGraph()
     graph.add_nodes_from([source, sink])
-    for between, (value, enters, users, cost) in enumerate(_values(tokens, cuts), start=sink + 1):
+    for between, (value, enters, users, cost, whole) in enumerate(_values(tokens, cuts), start=sink + 1):
         maker, *others = (sink if n in fixed else numbers.get(n, source) for n in (maker_of(value), *users))
-        if (maker_of(value) in tokens.mixing and maker != sink) or {*others} == {maker}:
+        maker = source if whole else maker
+        if (maker_of(value) in tokens.mixing and maker != sink and not whole) or {*others} == {maker}:
             continue
         inward = [(maker, between), *((between, other) for other in others)]
         for i, (a, b) in enumerate(inward):

@@ -12,7 +12,14 @@ from autopar.rules.builders import UNARY, einsum_rule, named_dims, pointwise, wo
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Rule
 from autopar.rules.space import convolution_rule
-from autopar.rules.special import LinkedRule, attention_rule, block_scaled_mm_rule, ctc_loss_rule, layer_norm_rule
+from autopar.rules.special import (
+    LinkedRule,
+    attention_rule,
+    block_scaled_mm_rule,
+    ctc_loss_rule,
+    layer_norm_rule,
+    scaled_grouped_mm_rule,
+)
 from autopar.rules.table import RULES, overloads
 from autopar.rules.views import split_rule
 
@@ -171,6 +178,7 @@ _add(
 _add("autopar::watch autopar::scale_of autopar::delayed_scale autopar::quantized", NEVER_LINEAR)
 _add("autopar::largest", _largest)
 _add("autopar::scaled_mm", block_scaled_mm_rule)
+_add("autopar::scaled_grouped_mm", scaled_grouped_mm_rule)
 _add("_softmax_backward_data _log_softmax_backward_data", _softmax_backward)
 _add("embedding_dense_backward", _embedding_backward)
 _add("split_with_sizes_copy", split_rule)

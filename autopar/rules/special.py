@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,17 @@ def grouped_mm_rule(call: Call) -> Rule:
     linked, blocked = _linked(n, (), e), _experts_blocked(call, e)
     how: dict[str, Any] = {"blocked": blocked, "addends": adds, "rows": linked, "expert_units": _expert_units(call, e)}
     return call.rule([(n, i), weight, (e,)], [(n, o)], linear=sets, **how)
+
+
+def scaled_grouped_mm_rule(call: Call) -> Rule:
+    """`grouped_mm_rule` with scales of the shapes of rows and weight, but one, or one for each block, along i."""
+    rule = grouped_mm_rule(call)
+    scales = [
+        tuple(() if size == 1 else dim for size, dim in zip(call.shape(name), dims or (), strict=True))
+        for name, dims in zip(("scale_rows", "scale_weight"), rule.operands)
+    ]
+    operands, linear = (*rule.operands[:2], *scales, rule.operands[2]), tuple(frozenset({i}) for i in range(4))
+    return dataclasses.replace(rule, operands=operands, linear=linear)
 
 
 def grouped_mm_by_offsets_rule(call: Call) -> Rule:

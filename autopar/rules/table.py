@@ -13,8 +13,9 @@ from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ir.halo import shift_of_piece, token_conv1d_of_piece
 from autopar.ir.scans import scan_of_piece
+from autopar.ops.few_bits.scaled_experts import scaled_experts
+from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.padded_pieces import zero_padding
-from autopar.ops.scaled_products import scaled_linear
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.token_windows import shift, token_conv1d
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
@@ -238,6 +239,7 @@ RULES[dispatch_tokens], RULES[combine_tokens] = sp.moe_dispatch_rule, sp.moe_com
 RULES[embedding_of_piece] = sp.embedding_rule
 RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
 RULES[scaled_linear] = RULES[torch.ops.aten.linear.default]
+RULES[scaled_experts] = RULES[torch.ops.autopar.grouped_mm.default]
 RULES[zero_padding] = sp.zero_padding_rule
 RULES[shift] = RULES[shift_of_piece] = along.shift_rule
 RULES[token_conv1d] = RULES[token_conv1d_of_piece] = along.token_conv1d_rule

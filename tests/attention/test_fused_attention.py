@@ -169,6 +169,31 @@ def test_blocks_out_of_reach_are_not_visited(fused: Any, mask: str) -> None:
     torch.testing.assert_close((to_k, to_v), (right_k, right_v), rtol=5e-6, atol=5e-6)
 
 
+PACKED: dict[str, dict[str, Any]] = {
+    "in any order": {"segments": torch.tensor([3, 7, 7, 1, 5, 5]).repeat_interleave(16)[None]},
+    "across blocks": {"causal": True, "segments": torch.arange(96)[None] // 24},
+    "a number that comes back": {"segments": torch.tensor([2, 1, 2, 1, 8, 8]).repeat_interleave(16)[None]},
+}
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_blocks_of_other_documents_are_not_visited(fused: Any, packed: str) -> None:
+    """NaNs in the last document do not show in blocks that have none of its rows."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 1, 96, 8) for _ in range(4))
+    known = facts(softcap=2.0, **PACKED[packed])
+    behind = (known.segments == known.segments[:, -1:])[..., None]  # type: ignore[index]
+    right = both_ways_of_math(q, k, v, grad, known)
+    lse, delta = right[1], (grad * right[0]).sum(-1)
+    odd_q, odd_k, odd_v, odd_grad = (x.masked_fill(behind, float("nan")) for x in (q, k, v, grad))
+    out, found_lse = fused.attended(q, odd_k, odd_v, known)
+    to_q, _, _ = fused.differentiated(grad, q, odd_k, odd_v, lse, delta, known)
+    _, to_k, to_v = fused.differentiated(odd_grad, odd_q, k, v, lse, delta, known)
+    for found, expected in zip((out, found_lse, to_q, to_k, to_v), right, strict=True):
+        torch.testing.assert_close(found[:, :, :64], expected[:, :, :64], rtol=5e-6, atol=5e-6)
+        assert found is found_lse or bool(found[:, :, 80:].isnan().all())
+
+
 def both_ways_of_math(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: MaskSpec) -> list[Tensor]:
     """out, lse and gradients."""
     with kernels.using("math"):
@@ -241,9 +266,9 @@ def code(
     kernel = getattr(module, name)
     x = torch.empty(1, 1, 1, width, dtype=dtype, device="meta")
     constants, how = module._constants(x, x, facts(causal=True, softcap=50.0), name != "_forward")
-    constants |= known if masked else {"mask": None, "segments": None, **known}
+    constants |= known if masked else {"mask": None, "documents": None, **known}
     types = {**dict.fromkeys(POINTERS, f"*{TYPES[dtype]}"), "lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
-    types |= {"mask": "*u8", "segments": "*i64"}
+    types |= {"mask": "*u8", "documents": "*i32"}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     free = ("offset", "scale", "heads", "group", "rows", "columns", "mask_b", "mask_row", "mask_column", *constants)
     aligned = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in signature if n not in free}

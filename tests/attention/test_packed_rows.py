@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import autopar
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import spans_of
+from autopar.ir.mesh import Mesh
 from autopar.lift_to_float64 import LiftFloat32
+from autopar.options import Options
+from autopar.testing.harness import check_model
 from autopar.verification import Report
 from tests.support.ranks import run_ranks
 from tests.support.subjects import tiny
@@ -109,3 +113,15 @@ def test_what_documents_of_other_ranks_need_is_sent(attention: str, layout: str)
 @pytest.mark.parametrize(("attention", "layout"), [("ring", "contiguous"), ("token_ring", "zigzag")])
 def test_documents_of_one_rank_send_nothing(attention: str, layout: str) -> None:
     assert run_ranks(4, sent, attention, layout, SAME_RANK, timeout=120.0) == [0] * 4
+
+
+def test_offsets_of_transformers_collator() -> None:
+    """Beside positions they change nothing; alone they would be ignored, and are refused."""
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    documents = [{"input_ids": list(range(1, n + 1))} for n in (7, 9)]
+    model, _ = tiny("llama", layers=1)
+    batch = dict(collator(documents))
+    assert check_model(model.double(), batch, Mesh.of(cp=2), Options()).worst < 1e-10
+    del batch["position_ids"]
+    with pytest.raises(ValueError, match="found cu_seq_lens_q without them; use DataCollatorWithFlattening"):
+        check_model(model, batch, Mesh.of(cp=2), Options())

@@ -201,6 +201,20 @@ def work(compiled: Compiled) -> int:
 # --- decisions ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
+def test_what_one_group_gives_to_all_heads_is_gathered_before_it_is_repeated(mesh: str) -> None:
+    """B and C of Mamba-2, of one group: gathered once each, forward and back, instead of exchanged for each head."""
+    model, batch = recurrent("mamba2", num_heads=16, head_dim=8, state_size=40, n_groups=1, hidden_size=64)
+    known, ranks = Mesh.parse(mesh), Mesh.parse(mesh).size("cp")
+    found = check_model(model, batch, known, Options(cp_recurrences="channels"))
+    assert found.worst < LIMIT
+    sent = step_communication(found.compiled)
+    of_b_and_c = 2 * batch["input_ids"].numel() * 40 * 4 * (ranks - 1) // ranks  # float32, each way
+    both = [sent["cp", kind].bytes for kind in ("all_gather", "reduce_scatter")]
+    of_heads = batch["input_ids"].numel() * 16 * 40 * 4 // ranks
+    assert min(both) >= of_b_and_c and sent["cp", "all_to_all"].bytes < of_heads * ranks
+
+
 def test_regions_run_on_channels_where_it_saves_time() -> None:
     fast, slow = (made_of(scan(), "cp=2", Options(topology=f"cp=mesh:1e12:{s}")).plan for s in ("0", "1"))
     assert channels_of(fast) and not channels_of(slow)

@@ -16,7 +16,9 @@ from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
 from autopar.attention.program import ComputeEvent, trace
 from autopar.compile.model import compile_model
-from autopar.cost.flops import flops, pairs
+from autopar.cost.attention_costs import busiest_share, is_context_attention
+from autopar.cost.flops import flops, node_seconds, pairs
+from autopar.cost.hardware import DEFAULT
 from autopar.cost.traffic import graph_runs, step_communication
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
@@ -97,10 +99,10 @@ def test_estimates_equal_a_run(name: str, size: int, layout: str) -> None:
         assert total / known.heads == pytest.approx(known.pairs, rel=0.05)
 
 
-def compiled(mesh: Mesh, packed: bool = True, **options: Any) -> Compiled:
-    model, batch = TINY["llama"].build(), TINY["llama"].batch(4, 64)
+def compiled(mesh: Mesh, packed: bool = True, tokens: int = 64, **options: Any) -> Compiled:
+    model, batch = TINY["llama"].build(), TINY["llama"].batch(4, tokens)
     if packed:
-        batch["position_ids"] = torch.arange(64).remainder(16).expand(4, -1).clone()
+        batch["position_ids"] = torch.arange(tokens).remainder(16).expand(4, -1).clone()
     return compile_model(model, batch, mesh, Options(**options), outputs=())
 
 
@@ -115,6 +117,19 @@ def test_a_plan_counts_them(mesh: Mesh) -> None:
     whole, packed = attention_flops(compiled(mesh)), attention_flops(compiled(mesh, documents=4))
     assert len(whole) == len(packed) >= 4
     assert all(few * 2080 == many * 4 * 136 for few, many in zip(packed, whole, strict=True))
+
+
+def test_attention_takes_the_time_of_the_busiest_rank() -> None:
+    """Of 192, 32 and 32 tokens the second rank has the longest rows, 10,272 pairs, and the last two together, 2,080."""
+    how = {"attention": "ring", "cp_load_balance": "contiguous", "documents": (192, 32, 32)}
+    nodes = [n for gm, _ in graph_runs(compiled(Mesh.of(cp=2), tokens=256, **how)).values() for n in gm.graph.nodes]
+    found = [n for n in nodes if is_context_attention(n)]
+    assert len(found) >= 4
+    for node in found:
+        backward = "backward" in str(node.target)
+        assert busiest_share(node) == pytest.approx((10_272 + 2_080) / ((18_528 + 2 * 528) / 2))
+        speed = DEFAULT.peak(torch.float32) * DEFAULT.attention_share(backward)
+        assert node_seconds(node) == pytest.approx(flops(node) * busiest_share(node) / speed)
 
 
 def test_rings_send_nothing_between_documents() -> None:

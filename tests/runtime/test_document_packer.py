@@ -58,6 +58,19 @@ def test_little_padding() -> None:
     assert padding < 0.05
 
 
+def test_offsets_say_where_documents_begin() -> None:
+    """As positions do; rows have a fixed number of them, so that few fit."""
+    batches = list(packed(offsets=4))
+    assert len(batches) > 3
+    for batch in batches:
+        ends, positions = batch["cu_seqlens"], batch["position_ids"]
+        assert ends.shape == (8, 5) and ends.dtype == torch.int32 and bool((ends[:, -1] == TOKENS).all())
+        for row, starts in zip(positions, ends.tolist(), strict=True):
+            assert sorted({s for s in starts if s < TOKENS}) == (row == 0).nonzero().flatten().tolist()
+    most = max(int((b["position_ids"] == 0).sum(1).max()) for b in packed())
+    assert most > 4, "without a limit rows have more"
+
+
 def test_ranks_read_their_part_of_what_one_process_reads() -> None:
     """Two ranks of dp with two microbatches each, and one process with four."""
     whole = [b["input_ids"] for b in packed(microbatches=4)]
@@ -121,7 +134,7 @@ def test_lengths_are_not_read_where_they_are_known() -> None:
 def refusals() -> list[str]:
     mesh = autopar.init_mesh("cpu", 30.0, dp=2)
     found = []
-    for how in ({"rows": 6, "microbatches": 2}, {"rows": 4, "layout": "striped"}):
+    for how in ({"rows": 6, "microbatches": 2}, {"rows": 4, "layout": "striped"}, {"rows": 4, "offsets": 1}):
         with pytest.raises(ValueError) as error:
             autopar.packer(documents(), mesh, tokens=TOKENS, **how)
         found.append(str(error.value))
@@ -129,7 +142,8 @@ def refusals() -> list[str]:
 
 
 def test_refusals() -> None:
-    rows, layout = run_ranks(2, refusals, timeout=60.0)[0]
+    rows, layout, offsets = run_ranks(2, refusals, timeout=60.0)[0]
+    assert "offsets needs at least 2" in offsets
     assert "needs a multiple of 4" in rows and "found 6; choose 8" in rows
     assert "needs one of contiguous, zigzag, found 'striped'" in layout
 

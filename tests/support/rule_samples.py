@@ -18,8 +18,9 @@ from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ir.halo import shift_of_piece, token_conv1d_of_piece
 from autopar.ir.scans import scan_of_piece
+from autopar.ops.few_bits.scaled_experts import scaled_experts
+from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.padded_pieces import zero_padding
-from autopar.ops.scaled_products import scaled_linear
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
@@ -329,7 +330,7 @@ def _losses() -> Iterator[Sample]:
 
 # Not tried alone: a getitem has the placement of the result that it takes (every sample of several results), the others
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes), and a
-# product whose scales ranks agree on (tests/zero/test_few_bits.py).
+# product whose scales ranks agree on (tests/zero/test_few_bits.py and test_scaled_experts.py).
 PIECES = (
     attention_of_piece,
     zero_padding,
@@ -338,6 +339,7 @@ PIECES = (
     embedding_of_piece,
     cross_entropy_of_piece,
     scaled_linear,
+    scaled_experts,
     shift_of_piece,
     token_conv1d_of_piece,
     scan_of_piece,

@@ -15,7 +15,7 @@ from autopar.compile.model import compile_model
 from autopar.cost.flops import node_seconds
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.ops.scaled_products import in_blocks, scaled_linear
+from autopar.ops.few_bits.scaled_products import in_blocks, scaled_linear
 from autopar.options import Options
 from autopar.precision import PRECISIONS, Precision
 from autopar.steps.graphs import Compiled

@@ -14,8 +14,8 @@ from torch import Tensor
 import autopar
 from autopar.ir.graph import calls_of
 from autopar.lift_to_float64 import LiftFloat32
-from autopar.ops.delayed_scales import DelayedScales
-from autopar.ops.eager_products import ScaledProducts
+from autopar.ops.few_bits.delayed_scales import DelayedScales
+from autopar.ops.few_bits.eager_products import ScaledProducts
 from autopar.options import Options
 from autopar.passes.partition import scale_products
 from autopar.precision import PRECISIONS, Precision

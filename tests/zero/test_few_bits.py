@@ -20,9 +20,9 @@ from autopar.cost.hardware import device_of
 from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ops.declare import COMPILED
-from autopar.ops.eager_products import ScaledProducts
+from autopar.ops.few_bits.eager_products import ScaledProducts
+from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.kernels.chips import Chip
-from autopar.ops.scaled_products import scaled_linear
 from autopar.options import Options
 from autopar.passes.partition import scale_products
 from autopar.plan import Plan
@@ -156,15 +156,10 @@ def test_the_plan_says_what_is_scaled_and_why_the_rest_is_not() -> None:
         "head.weight": "the last product",
     }
     text = str(plan)
-    assert "products of 1 of 7 weights of linear layers are of float8, scaled by tensor" in text
+    assert "products of 1 of 7 weights are of float8, scaled by tensor" in text
     assert "head.weight" in text and "stays wide: the last product" in text
     assert Plan.from_json(plan.to_json()) == plan
     assert not compiled(mixture(), {"dp": 2}, PRECISIONS["bf16"]).plan.products
-
-
-def test_grouped_products_of_experts_are_said_to_stay_wide() -> None:
-    plan = compiled(make("mixtral"), {"ep": 2}, EXACT).plan
-    assert any(subject == "precision" and "grouped products of experts" in why for subject, why in plan.notes)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +191,12 @@ def padded() -> str:
     return refusal(
         lambda: autopar.parallelize(model.float(), mesh, precision="fp8", padding="bucket", example_batch=batch)
     )
+
+
+@pytest.mark.parametrize("policy", [EXACT, BY_ROW], ids=["tensor", "row"])
+def test_tiles_need_scales_of_single_tokens(policy: Precision) -> None:
+    with pytest.raises(ValueError, match="tiles: 2 tiles need products whose scales are each token's own, found"):
+        compiled(make("one-layer llama"), {"dp": 2}, policy, tiles=2)
 
 
 class Float8Linear(nn.Linear):
@@ -307,6 +308,7 @@ def worst(made: tuple[nn.Module, dict[str, Tensor]], step: Compiled, policy: Pre
         ("llama", {"tp": 4}, {"sequence_parallel": True}, BY_ROW),
         ("bert", {"cp": 2}, {}, EXACT),
         ("llama", {"dp": 2}, {"zero": 1}, BY_TOKEN),
+        ("llama", {"dp": 2}, {"tiles": 2}, BY_TOKEN),
         ("gpt2", {"dp": 2, "cp": 2}, {"zero": 3}, GATHERED),
         ("llama", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}, GATHERED),
     ],

@@ -1,8 +1,9 @@
 """Attention as three Triton kernels, for what the chip's own do not support: a softcap without the flash-attn package.
 
 Scores are computed block by block and never stored: FlashAttention-2 (Dao 2023), algorithm 1 forward and 2 backward.
-Masks by position, padding and documents follow from positions; blocks without allowed pairs are skipped. Key heads are
-not expanded. There are no atomic adds, so results are deterministic:
+Masks by position, padding and documents follow from positions; blocks without allowed pairs are skipped, and those
+between documents: each position knows where its document begins and ends. Key heads are not expanded. There are no
+atomic adds, so results are deterministic:
 
     _forward        a block of rows over all columns        out, lse
     _to_queries     a block of rows over all columns        gradient of q
@@ -40,6 +41,11 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _smaller(a, b):  # type: ignore[no-untyped-def]
+    return tl.minimum(a, b)
+
+
+@triton.jit
 def _plus(a, b):  # type: ignore[no-untyped-def]
     return a + b
 
@@ -53,7 +59,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    q, k, row, column, rows, columns, mask, mask_row, mask_column, segments, offset, scale,
+    q, k, row, column, rows, columns, mask, mask_row, mask_column, documents, offset, scale,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of a block, -inf where nothing is allowed; and d score / d (q k' scale)."""
@@ -73,9 +79,10 @@ def _scores(  # type: ignore[no-untyped-def]
     if mask is not None:
         at = row.to(tl.int64)[:, None] * mask_row + column.to(tl.int64)[None, :] * mask_column
         allowed = allowed & (tl.load(mask + at, mask=allowed, other=0) != 0)
-    if segments is not None:
-        mine = tl.load(segments + row + offset, mask=row < rows, other=0)
-        allowed = allowed & (mine[:, None] == tl.load(segments + column, mask=column < columns, other=0)[None, :])
+    if documents is not None:
+        at = row + offset
+        mine = tl.load(documents + at, mask=(row < rows) & (at >= 0) & (at < columns), other=-1)
+        allowed = allowed & (mine[:, None] == tl.load(documents + column, mask=column < columns, other=-1)[None, :])
     return tl.where(allowed, scores, float("-inf")), slope
 
 
@@ -95,6 +102,16 @@ def _reach(first, last, low, high, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, C
 
 
 @triton.jit
+def _same_document(documents, at, known, columns, low, high):  # type: ignore[no-untyped-def]
+    """(begin, end) of the positions in [low, high) that may share a document with positions ``at``, of which ``known``
+    count."""
+    known = known & (at >= 0) & (at < columns)
+    first = tl.load(documents + at, mask=known, other=columns)
+    behind = tl.load(documents + columns + at, mask=known, other=0)
+    return tl.maximum(low, tl.reduce(first, 0, _smaller)), tl.minimum(high, tl.reduce(behind, 0, _larger))
+
+
+@triton.jit
 def _load(x, stride, row, rows, column, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows of a matrix, zero outside of it."""
     at = row.to(tl.int64)[:, None] * stride + column[None, :]
@@ -109,7 +126,7 @@ def _store(x, stride, row, rows, column, width: tl.constexpr, value):  # type: i
 
 @triton.jit(do_not_specialize=["offset"])
 def _forward(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, mask, segments, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s,
+    q, k, v, out, lse, mask, documents, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s,
     mask_b, mask_row, mask_column, heads, group, rows, columns, offset, scale,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
@@ -121,8 +138,8 @@ def _forward(  # type: ignore[no-untyped-def]
     q, k, v = q + batch * q_b + head * q_h, k + batch * k_b + head // group * k_h, v + batch * v_b + head // group * v_h
     if mask is not None:
         mask = mask + batch * mask_b
-    if segments is not None:
-        segments = segments + batch * columns
+    if documents is not None:
+        documents = documents + batch * 2 * columns
     row, d, dv = start + tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, DV)
     queries = _load(q, q_s, row, rows, d, WIDTH)
     most = tl.full([ROWS], float("-inf"), tl.float32)
@@ -130,10 +147,12 @@ def _forward(  # type: ignore[no-untyped-def]
     result = tl.full([ROWS, DV], 0.0, tl.float32)
     last = tl.minimum(start + ROWS, rows) - 1
     low, high = _reach(start + offset, last + offset, 0, columns, -CAUSAL, WINDOW, CHUNK)
+    if documents is not None:
+        low, high = _same_document(documents, row + offset, row < rows, columns, low, high)
     for at in range(low, high, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         keys = _load(k, k_s, column, columns, d, WIDTH)
-        scores, _ = _scores(queries, keys, row, column, rows, columns, mask, mask_row, mask_column, segments, offset,
+        scores, _ = _scores(queries, keys, row, column, rows, columns, mask, mask_row, mask_column, documents, offset,
                             scale, CAP, CAUSAL, WINDOW, CHUNK, PRECISION)  # fmt: skip
         larger = tl.maximum(most, tl.reduce(scores, 1, _larger))
         safe = tl.where(larger == float("-inf"), 0.0, larger)  # no allowed key so far
@@ -157,7 +176,7 @@ def _parts(scores, slope, lse, delta, grad, values, PRECISION: tl.constexpr):  #
 
 @triton.jit(do_not_specialize=["offset"])
 def _to_queries(  # type: ignore[no-untyped-def]
-    q, k, v, grad, lse, delta, to_q, mask, segments, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s,
+    q, k, v, grad, lse, delta, to_q, mask, documents, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s,
     to_q_b, to_q_h, to_q_s, mask_b, mask_row, mask_column, heads, group, rows, columns, offset, scale,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
@@ -169,8 +188,8 @@ def _to_queries(  # type: ignore[no-untyped-def]
     k, v = k + batch * k_b + head // group * k_h, v + batch * v_b + head // group * v_h
     if mask is not None:
         mask = mask + batch * mask_b
-    if segments is not None:
-        segments = segments + batch * columns
+    if documents is not None:
+        documents = documents + batch * 2 * columns
     row, d, dv = start + tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, DV)
     queries = _load(q + batch * q_b + head * q_h, q_s, row, rows, d, WIDTH)
     grads = _load(grad + batch * g_b + head * g_h, g_s, row, rows, dv, VALUE)
@@ -179,10 +198,12 @@ def _to_queries(  # type: ignore[no-untyped-def]
     result = tl.full([ROWS, D], 0.0, tl.float32)
     last = tl.minimum(start + ROWS, rows) - 1
     low, high = _reach(start + offset, last + offset, 0, columns, -CAUSAL, WINDOW, CHUNK)
+    if documents is not None:
+        low, high = _same_document(documents, row + offset, row < rows, columns, low, high)
     for at in range(low, high, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         keys, values = _load(k, k_s, column, columns, d, WIDTH), _load(v, v_s, column, columns, dv, VALUE)
-        scores, slope = _scores(queries, keys, row, column, rows, columns, mask, mask_row, mask_column, segments,
+        scores, slope = _scores(queries, keys, row, column, rows, columns, mask, mask_row, mask_column, documents,
                                 offset, scale, CAP, CAUSAL, WINDOW, CHUNK, PRECISION)  # fmt: skip
         _, to_scores = _parts(scores, slope, whole, sums, grads, values, PRECISION)
         result += tl.dot(to_scores.to(keys.dtype), keys, input_precision=PRECISION)
@@ -191,7 +212,7 @@ def _to_queries(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["offset"])
 def _to_keys(  # type: ignore[no-untyped-def]
-    q, k, v, grad, lse, delta, to_k, to_v, mask, segments, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s,
+    q, k, v, grad, lse, delta, to_k, to_v, mask, documents, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s,
     to_k_b, to_k_h, to_k_s, to_v_b, to_v_h, to_v_s, mask_b, mask_row, mask_column, heads, group, rows, columns, offset,
     scale,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -203,14 +224,16 @@ def _to_keys(  # type: ignore[no-untyped-def]
     batch, key_head = (which // key_heads).to(tl.int64), (which % key_heads).to(tl.int64)
     if mask is not None:
         mask = mask + batch * mask_b
-    if segments is not None:
-        segments = segments + batch * columns
+    if documents is not None:
+        documents = documents + batch * 2 * columns
     column, d, dv = start + tl.arange(0, COLUMNS), tl.arange(0, D), tl.arange(0, DV)
     keys = _load(k + batch * k_b + key_head * k_h, k_s, column, columns, d, WIDTH)
     values = _load(v + batch * v_b + key_head * v_h, v_s, column, columns, dv, VALUE)
     of_keys, of_values = tl.full([COLUMNS, D], 0.0, tl.float32), tl.full([COLUMNS, DV], 0.0, tl.float32)
     last = tl.minimum(start + COLUMNS, columns) - 1
     low, high = _reach(start, last, offset, offset + rows, CAUSAL, WINDOW, CHUNK)
+    if documents is not None:
+        low, high = _same_document(documents, column, column < columns, columns, low, high)
     for head in range(key_head * group, (key_head + 1) * group):
         for at in range(low - offset, high - offset, ROWS):
             row = at + tl.arange(0, ROWS)
@@ -219,7 +242,7 @@ def _to_keys(  # type: ignore[no-untyped-def]
             of_row = (batch * heads + head) * rows + row
             whole = tl.load(lse + of_row, mask=row < rows, other=0.0)
             sums = tl.load(delta + of_row, mask=row < rows, other=0.0)
-            scores, slope = _scores(queries, keys, row, column, rows, columns, mask, mask_row, mask_column, segments,
+            scores, slope = _scores(queries, keys, row, column, rows, columns, mask, mask_row, mask_column, documents,
                                     offset, scale, CAP, CAUSAL, WINDOW, CHUNK, PRECISION)  # fmt: skip
             weights, to_scores = _parts(scores, slope, whole, sums, grads, values, PRECISION)
             of_values += tl.dot(tl.trans(weights.to(grads.dtype)), grads, input_precision=PRECISION)
@@ -231,11 +254,11 @@ def _to_keys(  # type: ignore[no-untyped-def]
 def attended(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]."""
     out, lse = _like(q, v.shape[-1]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    mask, segments, *known = _known(q, k, v, facts)
+    mask, documents, *known = _known(q, k, v, facts)
     constants, how = _constants(q, v, facts, backward=False)
     with torch.cuda.device_of(q):
         _forward[(_programs(q, constants["ROWS"]),)](
-            q, k, v, out, lse, mask, segments, *_strides(q, k, v, out), *known, **constants, **how
+            q, k, v, out, lse, mask, documents, *_strides(q, k, v, out), *known, **constants, **how
         )
     return out, lse
 
@@ -246,15 +269,15 @@ def differentiated(
     """Gradients of q, k and v. ``lse`` and ``delta`` = rowsum(grad * out), [B, Hq, Sq] in float32, may be those of a
     larger attention."""
     to_q, to_k, to_v = _like(q, q.shape[-1]), _like(k, k.shape[-1]), _like(v, v.shape[-1])
-    mask, segments, *known = _known(q, k, v, facts)
+    mask, documents, *known = _known(q, k, v, facts)
     constants, how = _constants(q, v, facts, backward=True)
     read = (q, k, v, grad, lse.contiguous(), delta.contiguous())
     with torch.cuda.device_of(q):
         _to_queries[(_programs(q, constants["ROWS"]),)](
-            *read, to_q, mask, segments, *_strides(q, k, v, grad, to_q), *known, **constants, **how
+            *read, to_q, mask, documents, *_strides(q, k, v, grad, to_q), *known, **constants, **how
         )
         _to_keys[(_programs(k, constants["COLUMNS"]),)](
-            *read, to_k, to_v, mask, segments, *_strides(q, k, v, grad, to_k, to_v), *known, **constants,
+            *read, to_k, to_v, mask, documents, *_strides(q, k, v, grad, to_k, to_v), *known, **constants,
             **how,
         )  # fmt: skip
     return to_q, to_k, to_v
@@ -274,15 +297,27 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
+def document_ends(segments: Tensor) -> Tensor:
+    """segments [B, S] -> int32 [B, 2, S]: of each position the first with its number, and the one behind the last.
+    Nothing is read on the host, so a CUDA graph can record it."""
+    numbers, order = segments.sort(dim=1, stable=True)
+    place, begins = torch.arange(numbers.shape[1], device=numbers.device), torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    first = torch.where(begins, place, 0).cummax(1).values
+    last = torch.where(begins.roll(-1, 1), place, len(place)).flip(1).cummin(1).values.flip(1)
+    ends = torch.stack((order.gather(1, first), order.gather(1, last) + 1), 1)
+    return torch.empty_like(ends).scatter_(2, order[:, None].expand_as(ends), ends).int()
+
+
 def _known(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> list[Any]:
-    """mask [B, Sq, Sk] or None, segments or None, strides of the mask, heads, sizes, offset, scale."""
+    """mask [B, Sq, Sk] or None, documents or None, strides of the mask, heads, sizes, offset, scale."""
     size = (q.shape[0], 1, q.shape[2], k.shape[2])
     masks = [] if facts.key_mask is None else [facts.key_mask.bool()[:, None, None, :].expand(size)]
     masks += [] if facts.mask is None else [facts.mask.expand(size)]
     mask = None if not masks else (masks[0] if len(masks) == 1 else masks[0] & masks[1])[:, 0].view(torch.uint8)
-    segments = None if facts.segments is None else facts.segments.expand(q.shape[0], k.shape[2]).contiguous()
+    documents = None if facts.segments is None else document_ends(facts.segments.expand(q.shape[0], k.shape[2]))
     return [
-        mask, segments, *((0, 0, 0) if mask is None else mask.stride()), q.shape[1], q.shape[1] // k.shape[1],
+        mask, documents, *((0, 0, 0) if mask is None else mask.stride()), q.shape[1], q.shape[1] // k.shape[1],
         q.shape[2], k.shape[2], facts.offset, facts.scale,
     ]  # fmt: skip
 

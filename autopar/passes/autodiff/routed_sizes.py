@@ -28,13 +28,13 @@ from autopar.ir.meta import inherit
 aten, ours = torch.ops.aten, torch.ops.autopar
 _ENDS = (  # take rows, and return none
     ours.moe_combine.default, ours.moe_dispatch_backward.default, ours.grouped_mm_weight_grad.default,
-    ours.grouped_sum.default,
+    ours.grouped_sum.default, ours.largest_by_group.default, ours.scaled_grouped_mm_weight_grad.default,
 )  # fmt: skip
 _ROWS = {ours.moe_dispatch_own.default: (0, 1), ours.moe_combine_backward.default: (0,)}  # results that are rows
 _SHAPES = ("size", "sizes", "shape", "input_sizes", "self_sizes", "input_size")  # arguments: of the result
 _BESIDE = (  # take other operands beside rows
     ours.grouped_mm.default, ours.grouped_bias.default, ours.all_to_all_rows.default, ours.unsorted_rows.default,
-    ours.sorted_rows.default,
+    ours.sorted_rows.default, ours.scaled_grouped_mm.default, ours.quantized_by_group.default,
 )  # fmt: skip
 
 

@@ -19,7 +19,10 @@ from autopar.ir.graph import arguments, frozen, is_call, reach
 from autopar.ops.traits import is_view
 
 ours = torch.ops.autopar
-SCALING = (ours.largest.default, ours.scale_of.default, ours.delayed_scale.default, ours.quantized.default)
+SCALING = (
+    ours.largest.default, ours.scale_of.default, ours.delayed_scale.default, ours.quantized.default,
+    ours.largest_by_group.default, ours.quantized_by_group.default,
+)  # fmt: skip
 
 
 def share_scales(gm: GraphModule) -> None:
@@ -44,4 +47,4 @@ def _agrees(node: Node) -> bool:
     if not is_call(node, ours.all_reduce.default) or arguments(node)["op"] != "max":
         return False
     x = node.args[0]
-    return isinstance(x, Node) and (is_call(x, ours.largest.default) or _agrees(x))
+    return isinstance(x, Node) and (is_call(x, ours.largest.default, ours.largest_by_group.default) or _agrees(x))

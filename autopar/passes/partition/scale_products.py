@@ -1,4 +1,4 @@
-"""scale_products: linear layers that the plan scales compute in eight bits.
+"""scale_products: linear layers and experts that the plan scales compute in eight bits.
 
 Consumes    a global graph with placements, and a plan with ``products``.
 Guarantees  such a layer's operands are scaled and rounded, forward and backward, to the same numbers as in one process:
@@ -6,7 +6,8 @@ Guarantees  such a layer's operands are scaled and rounded, forward and backward
             own.
 Leaves      other products; placements, shapes, biases. A partial operand is refused.
 
-    y = linear(x, w, b)     -->     y = scaled_linear(x, w, b, "tensor", rows=["dp"], columns=["tp"])
+    y = linear(x, w, b)             -->     y = scaled_linear(x, w, b, "tensor", rows=["dp"], columns=["tp"])
+    y = grouped_mm(x, w, offsets)   -->     y = scaled_experts(x, w, offsets, "tensor", tokens=["dp"])
 
 A result that is Replicate on an axis has a gradient in addends there. They are summed before they are rounded.
 """
@@ -16,13 +17,14 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import is_conversion
-from autopar.ir.graph import arguments, calls_of, described_at, global_shape, placement
+from autopar.ir.graph import arguments, calls_of, described_at, global_shape, is_call, placement
 from autopar.ir.mesh import IN_TIME
 from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Partial, Replicate, Shard, scaled_blocks
-from autopar.ops.delayed_scales import keys_of
-from autopar.ops.scaled_products import BLOCK, scaled_linear, token_misfit
-from autopar.planner.scaled_products import LINEAR, weight_of
+from autopar.ops.few_bits.delayed_scales import keys_of
+from autopar.ops.few_bits.scaled_experts import scaled_experts
+from autopar.ops.few_bits.scaled_products import BLOCK, scaled_linear, token_misfit
+from autopar.planner.scaled_products import GROUPED, LINEAR, weight_of
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 
@@ -38,21 +40,22 @@ class ScaleProducts(Pass):
         products, precision = ctx.plan.products, ctx.plan.options.precision
         named = dict[Node, str]()  # inputs by name
         names, axes = names_of_parameters(gm), [a for a in ctx.mesh.sizes if a not in IN_TIME]
-        for node in calls_of(gm.graph, LINEAR) if products else ():
+        for node in calls_of(gm.graph, LINEAR, GROUPED) if products else ():
             weight = weight_of(node, names) or ""
             if products.get(weight, "wide"):
                 continue
             _refuse_addends(node, axes)
-            args = arguments(node)
-            operands = args["input"], args["weight"], args["bias"]
-            how = precision.scaling, precision.wide_weight_gradient
-            node.target, node.kwargs = scaled_linear, {}
-            node.args = (*operands, *how, *_shards(node, axes), *_pending(node, axes, ctx))
+            how = precision.scaling, precision.wide_weight_gradient, *_shards(node, axes), *_pending(node, axes, ctx)
+            given = tuple(arguments(node).values())
+            node.target = scaled_experts if is_call(node, GROUPED) else scaled_linear
+            node.args, node.kwargs = (*given, *how), {}
             if precision.scaling == "block":
+                _check_blocks(node, axes, ctx)
+            if node.target is scaled_linear and precision.scaling == "block":
                 node.args += (_misfit(node, axes, ctx),)
             if precision.scaling == "delayed":
                 first, *others = keys_of(weight)
-                node.args += ("", [named.setdefault(_converted(args["input"]), first), *others])
+                node.args += ("", [named.setdefault(_converted(given[0]), first), *others])
         gm.recompile()
         return gm
 
@@ -66,7 +69,7 @@ def _converted(node: Node) -> Node:
 
 def _refuse_addends(node: Node, axes: list[str]) -> None:
     """The addends of a sum must not be rounded before they are added. Raises ValueError."""
-    for x in (arguments(node)["input"], arguments(node)["weight"]):
+    for x in node.all_input_nodes[:2]:
         for axis in axes:
             if isinstance(placement(x, axis), Partial):
                 raise ValueError(
@@ -75,17 +78,23 @@ def _refuse_addends(node: Node, axes: list[str]) -> None:
                 )
 
 
-def _misfit(node: Node, axes: list[str], ctx: Compilation) -> str:
-    """Why the tokens of a layer make no blocks that are the same on every mesh; "" if they do. Raises ValueError for
-    weights whose shards split blocks."""
+def _check_blocks(node: Node, axes: list[str], ctx: Compilation) -> None:
+    """Raises ValueError for operands whose shards split blocks."""
     x, weight = node.args[:2]
     assert isinstance(x, Node) and isinstance(weight, Node)
-    for operand, dim in ((weight, 0), (weight, 1), (x, x.meta["val"].dim() - 1)):
+    last = weight.meta["val"].dim() - 1
+    for operand, dim in ((weight, last - 1), (weight, last), (x, x.meta["val"].dim() - 1)):
         if size := _split(operand, dim, axes, ctx):
             raise ValueError(
                 f"precision: scaling='block' needs shards of whole blocks of {BLOCK}, found {size} of dim {dim} of "
                 f"{operand.name} at {described_at(node)}; name the module in precision.wide, or use fewer ranks"
             )
+
+
+def _misfit(node: Node, axes: list[str], ctx: Compilation) -> str:
+    """Why the tokens of a layer make no blocks that are the same on every mesh; "" if they do."""
+    x = node.args[0]
+    assert isinstance(x, Node)
     size = _split(x, max(x.meta["val"].dim() - 2, 0), axes, ctx)
     return token_misfit(f"{size} at {described_at(node)}") if size else ""
 
@@ -104,15 +113,20 @@ def _split(node: Node, dim: int, axes: list[str], ctx: Compilation) -> int:
 
 
 def _shards(node: Node, axes: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """The axes that shard the rows of a product, what it contracts, and its columns."""
+    """The axes that shard the rows of a product, what it contracts, and its columns. An axis that shards experts shards
+    no expert's rows."""
     x, weight = node.args[:2]
     assert isinstance(x, Node) and isinstance(weight, Node)
-    last = x.meta["val"].dim() - 1
+    last, of_columns = x.meta["val"].dim() - 1, weight.meta["val"].dim() - 2
+    of_inner = of_columns + 1
+    if is_call(node, GROUPED) and arguments(node)["transposed"]:
+        of_columns, of_inner = of_inner, of_columns
     cut = {a: p.dim for a in axes if isinstance(p := placement(x, a), Shard)}
     of_weight = {a: p.dim for a in axes if isinstance(p := placement(weight, a), Shard)}
-    rows = [a for a in axes if cut.get(a, last) != last]
-    inner = [a for a in axes if cut.get(a) == last or of_weight.get(a) == 1]
-    return rows, inner, [a for a in axes if of_weight.get(a) == 0]
+    experts = [a for a in axes if of_weight.get(a, of_columns) not in (of_columns, of_inner)]
+    rows = [a for a in axes if cut.get(a, last) != last and a not in experts]
+    inner = [a for a in axes if cut.get(a) == last or of_weight.get(a) == of_inner]
+    return rows, inner, [a for a in axes if of_weight.get(a) == of_columns]
 
 
 def _pending(node: Node, axes: list[str], ctx: Compilation) -> tuple[list[str], list[int], list[int]]:

@@ -27,8 +27,10 @@ from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.ir.custom_backward import inside_of
-from autopar.ir.graph import getitem_index, is_call, layer_of, nbytes, reach, tensor_operands
+from autopar.ir.graph import arguments, getitem_index, is_call, layer_of, nbytes, reach, tensor_operands
 from autopar.ir.meta import names_of_parameters
+from autopar.ops.few_bits.scaled_experts import scaled_experts
+from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
 from autopar.ops.traits import COLLECTIVES, CONVOLUTIONS, COPIES, LOCAL, PRODUCTS, is_choice, is_random, is_view
 from autopar.rules import RULES, Call, Rule, RuleError
@@ -45,6 +47,8 @@ SIZED = {  # operators with the sizes of their result as an argument
 }  # fmt: skip
 _SIZES = ("size", "sizes", "shape", "output_size", "split_size", "split_sizes")
 DRAWS = (ours.dropout.default, ours.random.default)  # of global indices, which are sliced
+SCALED = (scaled_linear, scaled_experts)
+_PRODUCTS = PRODUCTS - CONVOLUTIONS | {*SCALED}
 _APART = (OWN_BACKWARD, RESULT, *COLLECTIVES, *LOCAL, *COPIES)
 
 
@@ -106,7 +110,7 @@ class _Tokens:
         have, of several the last."""
         if is_call(node, ours.moe_dispatch.default):
             return node.args[0], 0  # type: ignore[return-value]
-        if node.target not in PRODUCTS - CONVOLUTIONS - {ours.grouped_mm.default} or node in self.weights:
+        if node.target not in _PRODUCTS - {ours.grouped_mm.default, scaled_experts} or node in self.weights:
             return None, 0
         if not any(x in self.weights for x in node.all_input_nodes):
             return None, 0
@@ -124,9 +128,10 @@ class _Tokens:
     def _rule(self, call: Node) -> Rule | None:
         if call.op != "call_function" or call in self.apart or call in self.weights or call.target in _APART:
             return None
-        if not isinstance(call.target, OpOverload) or "chunk" in call.meta or _draws_or_chooses(call):
+        scaled = is_call(call, *SCALED) and scales_by_token(call)
+        if not (scaled or isinstance(call.target, OpOverload)) or "chunk" in call.meta or _draws_or_chooses(call):
             return None
-        has_sizes = not set(_SIZES).isdisjoint(argument_defaults(call.target))
+        has_sizes = not scaled and not set(_SIZES).isdisjoint(argument_defaults(call.target))
         if has_sizes and call.target not in (*SIZED, aten.split_with_sizes.default, *DRAWS):
             return None
         val = call.meta["val"]
@@ -258,7 +263,7 @@ class _Tokens:
 
     def _has_product_of_product(self, calls: list[Node]) -> bool:
         mine = set(calls)
-        products = [n for n in calls if n.target in PRODUCTS]
+        products = [n for n in calls if n.target in _PRODUCTS]
         for product in products:
             behind = set(reach([product], lambda x: (u for u in x.users if u in mine)))
             if any(n in behind for n in products if n is not product):
@@ -276,6 +281,13 @@ class _Tokens:
         if not self.sorted_rows.isdisjoint((*given, *made)) or any(size % min(sizes) for size in sizes):
             return None
         return TileRegion(tuple(calls), dims, min(sizes), given, made)
+
+
+def scales_by_token(product: Node) -> bool:
+    """Whether no scale of a product in few bits spans several tokens."""
+    args = arguments(product)
+    wide = args["wide_weight_gradient"] or (product.target is scaled_experts and args["scaling"] == "block")
+    return bool(wide) and (product.target is scaled_experts or args["scaling"] in ("row", "block"))
 
 
 def _draws_or_chooses(call: Node) -> bool:

@@ -1,4 +1,4 @@
-"""The delayed scales of a model on a mesh (`autopar.ops.delayed_scales`): how its ranks agree on them."""
+"""The delayed scales of a model on a mesh (`autopar.ops.few_bits.delayed_scales`): how its ranks agree on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ir.compute_dtypes import torch_dtype
-from autopar.ops.delayed_scales import DelayedScales
+from autopar.ops.few_bits.delayed_scales import DelayedScales
 from autopar.plan import Plan
 from autopar.runtime.comm.collectives import all_reduce, finish
 from autopar.runtime.mesh.process_groups import Groups

@@ -30,7 +30,7 @@ from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import set_device
 from autopar.ir.signature import PRESENT
 from autopar.ir.traffic import Ledger, add_ledgers, ledger_between
-from autopar.ops.delayed_scales import DelayedScales
+from autopar.ops.few_bits.delayed_scales import DelayedScales
 from autopar.ops.grouped_experts import ends_of_rows
 from autopar.ops.value_checks import take_notes
 from autopar.runtime.comm.p2p import AXIS, Channels

@@ -14,6 +14,7 @@ have the most equal pairs. All ranks plan the same epoch from the lengths alone,
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ class DocumentPacker:
 
     A batch is ``input_ids`` [rows of this rank, tokens], ``position_ids`` that start anew with each document, and
     ``labels`` with -100 for the first token of a document (which none predicts) and for padding. Padding is a document
-    of its own at the end of a row. epoch, batch: the position of the next batch.
+    of its own at the end of a row. With ``offsets`` also ``cu_seqlens`` int32 [rows of this rank, offsets + 1]: where
+    the documents of each row begin, and its end, which is repeated. epoch, batch: the position of the next batch.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class DocumentPacker:
         seed: int,
         pad: int,
         lengths: Sequence[int] | None,
+        offsets: int = 0,
     ) -> None:
         self._documents, self._part = documents, part
         self._lengths = [len(documents[i]) for i in range(len(documents))] if lengths is None else list(lengths)
         self._tokens, self._rows, self._groups = tokens, rows, part[1] * microbatches
         self._cp, self._layout, self._shuffle, self._seed, self._pad = cp, layout, shuffle, seed, pad
+        self._offsets = offsets
         self._known: tuple[int, list[tuple[Row, ...]]] | None = None
         self.epoch = self.batch = 0
 
@@ -137,7 +141,8 @@ class DocumentPacker:
                 continue
             room, number = free.pop(place)
             rows[number].append(piece)
-            bisect.insort(free, (room - size, number))
+            if not self._offsets or len(rows[number]) < self._offsets - 1:  # one is left for padding
+                bisect.insort(free, (room - size, number))
         order = {piece: number for number, piece in enumerate(pieces)}
         return [tuple(row) for row in rows], sorted(left, key=order.__getitem__)
 
@@ -183,7 +188,15 @@ class DocumentPacker:
                 labels[number, first] = IGNORED
                 first += len(tokens)
             positions[number, first:] = torch.arange(self._tokens - first)
-        return {"input_ids": ids, "position_ids": positions, "labels": labels}
+        made = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        return made | ({"cu_seqlens": self._starts(rows)} if self._offsets else {})
+
+    def _starts(self, rows: Sequence[Row]) -> Tensor:
+        found = torch.full((len(rows), self._offsets + 1), self._tokens, dtype=torch.int32)
+        for number, row in enumerate(rows):
+            ends = list(itertools.accumulate((b - a for _, a, b in row), initial=0))
+            found[number, : len(ends)] = torch.tensor(ends)
+        return found
 
 
 def _pairs(row: Row) -> int:
@@ -213,6 +226,7 @@ def packer(
     seed: int = 0,
     pad: int = 0,
     lengths: Sequence[int] | None = None,
+    offsets: int = 0,
 ) -> DocumentPacker:
     """Pack documents into rows, and share them out over the data-parallel ranks of a mesh.
 
@@ -226,8 +240,10 @@ def packer(
         shuffle: a new order in every epoch, from ``seed``; the same on all ranks.
         pad: the token of padding.
         lengths: of all documents, if known; otherwise each document is read once to count its tokens.
+        offsets: the most documents of a row, padding included, of models that take ``cu_seqlens``; 0: any number, and
+            no offsets, since ``position_ids`` say where documents begin.
 
-    Raises ValueError if the rows do not divide over ranks and microbatches.
+    Raises ValueError if the rows do not divide over ranks and microbatches, and for one offset.
     """
     part = dp_rank_and_size(mesh)
     groups = part[1] * whole_number("microbatches", microbatches)
@@ -238,6 +254,8 @@ def packer(
         )
     if layout not in LAYOUTS:
         raise ValueError(f"packer: layout needs one of {', '.join(LAYOUTS)}, found {layout!r}; pass cp_load_balance")
+    if whole_number("offsets", offsets, 0) == 1:
+        raise ValueError("packer: offsets needs at least 2, a document and padding, found 1; use more, or 0 for none")
     cp = mesh_of(mesh).size("cp")
-    how = (whole_number("tokens", tokens), rows, microbatches, cp, layout, shuffle, seed, pad, lengths)
+    how = (whole_number("tokens", tokens), rows, microbatches, cp, layout, shuffle, seed, pad, lengths, offsets)
     return DocumentPacker(documents, part, *how)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
 from autopar.ops.declare import operator
-from autopar.ops.delayed_scales import scales_in_use
+from autopar.ops.few_bits.delayed_scales import scales_in_use
 from autopar.ops.kernels.chips import chip_of
 
 VALUES = torch.float8_e4m3fn
