@@ -201,7 +201,17 @@ def _neighbours(found: Found, choice: Candidate, pricing: Pricing) -> Iterator[N
             yield Neighbour(label, f"{label} cannot be: {reason}")
             continue
         price = pricing.price(layout)
-        yield Neighbour(label, f"{label} {compared(choice.price, price)}", layout, price)
+        also = _changed_beside(name, choice.layout, layout)
+        yield Neighbour(label, f"{label}{also} {compared(choice.price, price)}", layout, price)
+
+
+def _changed_beside(name: str, layout: Layout, other: Layout) -> str:
+    """The values of another layout that had to change with one, but for dp and the number of microbatches."""
+    names = [e.name for e in ENTRIES if e.name not in (name, "data", "microbatches")]
+    changed = [
+        f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != getattr(layout, n) and getattr(other, n)
+    ]
+    return f" with {', '.join(changed)}" if changed else ""
 
 
 def _other_values(question: Question, layout: Layout) -> Iterator[tuple[str, Any]]:
@@ -239,12 +249,15 @@ def _beside(values: Sequence[int], now: int) -> list[int]:
 
 def neighbour(question: Question, layout: Layout, name: str, value: Any, pricing: Pricing) -> tuple[Layout | None, str]:
     """(the best layout with another value of one entry, why there is none). dp and the number of microbatches follow;
-    what the entry does not leave possible changes as well."""
+    what the entry does not leave possible changes as well, and what belongs to an axis that was not there."""
     kept = {entry.name: getattr(layout, entry.name) for entry in ENTRIES if entry.name not in ("data", "microbatches")}
     if layout.dp_replicate > 1:
         del kept["dp_replicate"]
-    reason = ""
-    for dropped in ((), DEPENDENTS.get(name, ()), (*DEPENDENTS.get(name, ()), "zero", "schedule", "virtual_stages")):
+    if not layout.schedule:  # a single stage has none
+        del kept["schedule"]
+    reason, dependents = "", DEPENDENTS.get(name, ())
+    first = dependents if getattr(layout, name, None) == 1 else ()
+    for dropped in (first, dependents, (*dependents, "zero", "schedule", "virtual_stages")):
         fixed = {key: v for key, v in kept.items() if key not in dropped} | (
             {name: value} if name != "micro_batch" else {}
         )

@@ -90,6 +90,10 @@ class StandIn:
     def bound(self, layout: Layout) -> None:
         """Nothing is compiled."""
 
+    def is_close(self, layout: Layout) -> bool:
+        """There is no bound."""
+        return False
+
     def memory(self, layout: Layout) -> Price:
         """The price."""
         return self.price(layout)

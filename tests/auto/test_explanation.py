@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
-from autopar.auto.explanation import chosen_options, compared, gigabytes, seconds
+from autopar.auto.explanation import _changed_beside, chosen_options, compared, gigabytes, neighbour, seconds
+from autopar.auto.pricing import Pricing
+from autopar.auto.space import Question
 from autopar.cost.layout import Layout
 from autopar.cost.layout_price import Cause, Price
 from autopar.options import Options
+from tests.auto.stand_in import StandIn
 
 
 def priced(memory: float = 40e9, **causes: float) -> Price:
@@ -53,3 +57,24 @@ def test_options_are_those_of_parallelize() -> None:
 
 def test_numbers_are_short() -> None:
     assert [seconds(12.345), seconds(0.0123), gigabytes(81.25e9)] == ["12.3 s", "12.3 ms", "81.2 GB"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "also"),
+    [
+        ("optimizer_cpu_offload", True, ""),
+        ("zero", 1, ""),
+        ("activation_checkpoint", "full", ""),
+        ("micro_batch", 2, ""),
+        ("tp", 2, " with sequence_parallel=True"),
+        ("pp", 2, " with schedule=zb_h1"),
+    ],
+)
+def test_one_value_is_changed(name: str, value: Any, also: str) -> None:
+    """Without a pipeline too, whose schedule is no value that can be kept."""
+    asked = Question(ranks=8, batch=64, seq=4096, layers=8)
+    choice = Layout(dp=8, zero=3, microbatches=8, micro_batch=1)
+    found, _ = neighbour(asked, choice, name, value, cast(Pricing, StandIn()))
+    assert found is not None and getattr(found, name) == value
+    assert found.zero == (value if name == "zero" else 3)
+    assert _changed_beside(name, choice, found) == also
