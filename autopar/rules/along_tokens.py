@@ -1,11 +1,12 @@
 """Rules of operators that read a neighbour's tokens, or what all tokens before have summed to: over cp, the axis that
-shards sequences, they run on the tokens of a rank and exchange a few rows (`autopar.ir.halo`, `autopar.ir.scans`).
+shards sequences, they run on the tokens of a rank and exchange a few rows (`autopar.ir.halo`, `autopar.ir.scans`). So
+do reversals, which exchange nothing: shards have an order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -15,8 +16,9 @@ from autopar.ir.scans import SCANS
 from autopar.ops.token_windows import shift, token_conv1d
 from autopar.rules.builders import UNARY, named_dims
 from autopar.rules.call import Call
-from autopar.rules.rule import UNITS, Cut, Dims, Rule, RuleError
+from autopar.rules.rule import ROUTED, UNITS, Cut, Dims, Rule, RuleError
 from autopar.rules.space import convolution_rule
+from autopar.rules.views import resized_dims
 
 AXIS = "cp"
 _SPANS = "the op spans it"
@@ -71,6 +73,38 @@ def scan_rule(call: Call) -> Rule:
     dims = named_dims(call, call.result)
     rule = call.rule([dims], [dims])
     return _along(call, rule, dims[int(call.args["dim"]) % len(dims)] if dims else ())
+
+
+@dataclass(frozen=True)
+class FlipRule(Rule):
+    """``flipped``: factor -> that of the reversed dim. Each rank reverses its own rows, so that the blocks of the
+    result are those of the operand in reverse, dealt from the other end: (s,) becomes (-s,), a zigzag stays."""
+
+    flipped: dict[str, str] = field(default_factory=dict)
+
+    def completed(self, cut: Cut) -> Cut:
+        made = dict(super().completed(cut))
+        for one, other in (*self.flipped.items(), *((b, a) for a, b in self.flipped.items())):
+            if UNITS + one in made or ROUTED + one in made:
+                raise RuleError(f"rows of padding, or routed ones, stay where they are, and {one} is reversed")
+            if one in made:
+                turned = tuple(-b for b in reversed(made[one]))
+                if made.setdefault(other, turned) != turned:
+                    raise RuleError(f"blocks of {one} and {other} are not each other's reverse")
+        return made
+
+
+def flip_rule(call: Call) -> Rule:
+    """(.. d ..) -> (.. r ..), r the reverse of d."""
+    rule = resized_dims(call)
+    if call.axis != AXIS:
+        return rule
+    (source, *_), (made,) = rule.operands, rule.results
+    assert source is not None
+    pairs = {d[0]: n[0] for d, n in zip(source, made, strict=True) if d and n and d != n}  # type: ignore[index]
+    blocked = {f: why for f, why in rule.blocked.items() if f not in {*pairs, *pairs.values()}}
+    known = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Rule)}
+    return FlipRule(**known | {"blocked": blocked}, flipped=pairs)
 
 
 def rows_sent(call: Node, axis: str) -> int:

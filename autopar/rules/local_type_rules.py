@@ -85,6 +85,8 @@ def _results(
         return [_joined(call, operands, made[0])]
     if is_call(node, aten.bmm.default) and call.shape("self")[2] == 1 and PART in made[0]:
         return [UNKNOWN]  # torch.einsum contracts dims of size one, sharded or not
+    if is_call(node, aten.sum.dim_IntList) and call.args["keepdim"] and axis == "cp" and is_vague(operands[0]):
+        return [UNKNOWN]  # a scan sends the totals of a rank's own rows, which are shards (`autopar.ir.scans`)
     if is_call(node, aten.index_add.default) and PART in made[0]:
         return [UNKNOWN]  # the rows of a microbatch, added within this rank's shard, look like any others
     if (is_call(node, aten.slice.Tensor) or _crops_halo(node, axis)) and not is_unknown(made[0]):

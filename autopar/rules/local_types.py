@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.placement import Partial, Placement, Shard
+from autopar.rules.along_tokens import FlipRule
 from autopar.rules.call import Call
 from autopar.rules.rule import Cat, Dims, Rule
 from autopar.rules.special import LinkedRule
@@ -195,9 +196,11 @@ def _fits(rule: Rule, i: int, held: LocalType, group: frozenset[str], cut: bool)
 
 
 def _together(rule: Rule, factor: str) -> frozenset[str]:
-    """The factors that are sharded with one: the other operands of a concatenation; keys with queries."""
+    """The factors that are sharded with one: the other operands of a concatenation; keys with queries; a reverse."""
     if isinstance(rule, LinkedRule) and factor in rule.linked:
         return frozenset(rule.linked)
+    if isinstance(rule, FlipRule):
+        return frozenset({factor, *(pair for both in rule.flipped.items() if factor in both for pair in both)})
     cats = [dim for dims in (*rule.operands, *rule.results) for dim in dims or () if isinstance(dim, Cat)]
     return frozenset({factor, *(part for cat in cats if factor in cat.parts for part in cat.parts)})
 

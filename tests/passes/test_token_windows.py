@@ -80,6 +80,8 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "cumsum": lambda m, x: turned(lambda y: y.cumsum(-1), x),
     "cumprod": lambda m, x: (x.sigmoid() + 0.5).cumprod(1),
     "logcumsumexp": lambda m, x: x.logcumsumexp(1),
+    "reversed cumsum": lambda m, x: x.flip(1).cumsum(1).flip(1),
+    "reversed conv, slice": lambda m, x: turned(lambda y: m.causal(y.flip(-1))[..., : x.shape[1]].flip(-1), x),
     "linear attention": linear_attention,
 }
 OTHER_WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {  # exact, without a halo
@@ -89,7 +91,10 @@ OTHER_WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {  # exact, without a h
     "first row twice": lambda m, x: torch.cat([x[:, :1], x[:, :-1]], 1),
     "strided": lambda m, x: F.pad(x, (0, 0, 1, 0))[:, 0:-1:2].repeat_interleave(2, 1),
     "a halo of most tokens": lambda m, x: F.pad(x, (0, 0, 11, -11)),
-    "flipped": lambda m, x: x.flip(1).cumsum(1).flip(1),
+    "both directions": lambda m, x: x.cumsum(1) + x.flip(1).cumprod(1),
+    "beside its reverse": lambda m, x: x.cumsum(1) + x.flip(1).cumsum(1),
+    "flipped alone": lambda m, x: x.flip(1),
+    "all dims flipped": lambda m, x: x.flip(0, 1, 2).cumsum(1).flip(0, 1, 2),
 }
 
 
@@ -240,7 +245,11 @@ def stepped(way: str, sizes: dict[str, int], options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("way", "sizes", "options"),
-    [("conv, slice", {"cp": 2}, {}), ("linear attention", {"cp": 2}, {"zero": 3, "microbatches": 2})],
+    [
+        ("conv, slice", {"cp": 2}, {}),
+        ("linear attention", {"cp": 2}, {"zero": 3, "microbatches": 2}),
+        ("both directions", {"cp": 2}, {}),
+    ],
     ids=str,
 )
 def test_steps_on_ranks_are_those_of_one_process(way: str, sizes: dict[str, int], options: dict[str, Any]) -> None:

@@ -42,7 +42,10 @@ def _convolutions() -> Iterator[Sample]:
 
 
 def token_windows() -> Iterator[Sample]:
-    """Shifts and convolutions that keep the number of tokens: a halo within a chunk, as long as one, longer."""
+    """What keeps the number of tokens. Reversals; shifts and convolutions: a halo within a chunk, as long as one,
+    longer."""
+    yield call(aten.flip.default, normal(2, 12, 3), [1])
+    yield call(aten.flip.default, normal(2, 12, 3), [-2, 0])
     for by in (1, -2, 5, -7):
         yield call(shift, normal(2, 12, 3), 1, by, False)
     yield call(shift, normal(2, 12), 1, 2, True)
