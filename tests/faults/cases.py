@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from autopar.precision import Precision
 
 PHASES = ("compile", "bind", "step", "clip", "state", "save")
 ACTIONS = ("kill", "stop", "raise", "delay")
@@ -18,10 +21,14 @@ DELAY = 1.5  # seconds
 
 @dataclass(frozen=True)
 class Subject:
-    """A mesh with the options of `parallelize`."""
+    """A mesh with the options of `parallelize`. width: of the layers; from 16 on products may be in
+    float8. documents: rows are packed. memory: the run is saved to memory."""
 
     sizes: dict[str, int]
     options: dict[str, Any]
+    width: int = 8
+    documents: bool = False
+    memory: bool = False
 
     @property
     def ranks(self) -> int:
@@ -32,6 +39,7 @@ def _pipe(schedule: str, microbatches: int, **sizes: int) -> Subject:
     return Subject({"pp": 2, **sizes}, {"schedule": schedule, "microbatches": microbatches})
 
 
+FP8 = Precision("float64", "float64", "float64", product="float8")
 SUBJECTS = {
     "dp2": Subject({"dp": 2}, {}),
     "zero3": Subject({"dp": 2}, {"zero": 3}),
@@ -45,6 +53,11 @@ SUBJECTS = {
     "pp2 dual_pipe": _pipe("dual_pipe", 4),
     "pp2 dp2": _pipe("1f1b", 2, dp=2),
     "pp2 tp2": _pipe("zb_h1", 2, tp=2),
+    "dp2 fp8": Subject({"dp": 2}, {"zero": 3, "precision": FP8}, width=16),
+    "dp2 fp8_delayed": Subject({"dp": 2}, {"precision": replace(FP8, scaling="delayed", history=2)}, width=16),
+    "dp2 tiles": Subject({"dp": 2}, {"tiles": 2, "zero": 3}),
+    "cp2 documents": Subject({"cp": 2}, {"attention": "ring"}, documents=True),
+    "dp2 memory": Subject({"dp": 2}, {"zero": 3}, memory=True),
 }
 
 
@@ -65,12 +78,12 @@ class Case:
         return f"{self.action} rank {self.victim} of {self.subject} in {self.phase} after {self.moment} calls{host}"
 
 
-def make_cases(seed: int, count: int) -> list[Case]:
+def make_cases(seed: int, count: int, subjects: Sequence[str] = tuple(SUBJECTS)) -> list[Case]:
     """Every phase and action in turn, on subjects in random order; the rest is drawn."""
     chance, cases = random.Random(seed), []
     names: list[str] = []
     for number in range(count):
-        names = names or chance.sample(list(SUBJECTS), len(SUBJECTS))
+        names = names or chance.sample(subjects, len(subjects))
         subject, phase = names.pop(), PHASES[number % len(PHASES)]
         action = ACTIONS[(number + number // len(PHASES)) % len(ACTIONS)]
         victim, moment = chance.randrange(SUBJECTS[subject].ranks), int(CALLS[phase] ** chance.random())
@@ -84,14 +97,25 @@ def make_cases(seed: int, count: int) -> list[Case]:
 class Stack(nn.Module):
     """Four layers, for pipelines of four parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return nn.functional.mse_loss(x, y)
+
+
+class Mlp(nn.Module):
+    """What treats every token by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(x + self.down(torch.tanh(self.up(self.norm(x)))), y)
 
 
 class Attention(nn.Module):
@@ -101,19 +125,31 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, document: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
-        h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if document is None:
+            h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            at = torch.arange(x.shape[1])
+            seen = (document[:, :, None] == document[:, None, :]) & (at[:, None] >= at)
+            h = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
         return nn.functional.mse_loss(self.out(h.transpose(1, 2).flatten(2)), y)
 
 
 def model_of(subject: str) -> nn.Module:
     torch.manual_seed(0)
-    return (Attention() if "cp" in SUBJECTS[subject].sizes else Stack()).double()
+    given = SUBJECTS[subject]
+    if "cp" in given.sizes:
+        return Attention().double()
+    return (Mlp() if "tiles" in given.options else Stack(given.width)).double()
 
 
 def batch_of(subject: str) -> dict[str, Tensor]:
     """The whole batch."""
     generator = torch.Generator().manual_seed(1)
-    shape = (4, 8, 8) if "cp" in SUBJECTS[subject].sizes else (8, 8)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("x", "y")}
+    given = SUBJECTS[subject]
+    shape = (4, 8, 8) if "cp" in given.sizes or "tiles" in given.options else (8, given.width)
+    batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("x", "y")}
+    if SUBJECTS[subject].documents:
+        batch["document"] = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2]).expand(shape[:2]).clone()
+    return batch

@@ -7,19 +7,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar import api
 from autopar.compile.model import compile_model, plan_model
 from autopar.ir.mesh import Mesh
+from autopar.ops.delayed_scales import DelayedScales
+from autopar.ops.eager_products import ScaledProducts
 from autopar.options import Options
 from autopar.runtime.checkpoint.hf_io import stored_in
 from tests.faults.cases import DELAY, SUBJECTS, Case, batch_of, model_of
@@ -109,7 +111,8 @@ def train(case: Case, rank: int, folder: Path, timeout: float) -> list[float]:
                 parallel.full_state_dict()
             with fault.phase("save"):
                 parallel.save_pretrained(folder / "saved", max_shard_size="400B")
-                saving = autopar.save(folder / "run", parallel, optimizer, asynchronous=case.victim == 1)
+                how = {"memory": True} if subject.memory else {"asynchronous": case.victim == 1}
+                saving = autopar.save(folder / "run", parallel, optimizer, **how)
         optimizer.zero_grad()
     saving.wait()
     return losses
@@ -126,9 +129,12 @@ def alone(subject: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and saved weights of one process."""
     model, batch = model_of(subject), batch_of(subject)
     optimizer, losses, kept = torch.optim.SGD(model.parameters(), lr=0.1), [], {}
+    products, advance = scaled_products(subject, model)
     for phase in ("bind", "step", "last"):
-        loss = model(**batch)
-        loss.backward()
+        with products:
+            loss = model(**batch)
+            loss.backward()
+        advance()
         losses.append(float(loss.detach()))
         if phase == "step":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -136,6 +142,21 @@ def alone(subject: str) -> tuple[list[float], dict[str, Tensor]]:
             kept = {name: value.clone() for name, value in model.state_dict().items()}
         optimizer.zero_grad()
     return losses, kept
+
+
+def scaled_products(subject: str, model: nn.Module) -> tuple[Any, Callable[[], None]]:
+    """A context in which one process computes the products of a subject in few bits, and what follows each step."""
+    policy = SUBJECTS[subject].options.get("precision")
+    if policy is None:
+        return nullcontext(), lambda: None
+    mesh, options = Mesh.of(**SUBJECTS[subject].sizes), Options(**SUBJECTS[subject].options)
+    plan = plan_model(model_of(subject), batch_of(subject), mesh, options)[0]
+    weights = [name for name, why in plan.products.items() if not why]
+    assert weights, plan.products
+    if policy.scaling != "delayed":
+        return ScaledProducts(model, weights, policy.scaling), lambda: None
+    scales = DelayedScales(weights, policy.history, policy.amax, policy.margin, torch.float64)
+    return ScaledProducts(model, weights, "delayed", delayed=scales), scales.advance
 
 
 def saved(folder: Path) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ SEED, COUNT = 1, 12
 
 
 def test_cases_cover_what_can_happen() -> None:
-    cases = make_cases(SEED, COUNT)
-    assert cases == make_cases(SEED, COUNT) != make_cases(SEED + 1, COUNT)
+    cases = make_cases(SEED, 2 * COUNT)
+    assert cases == make_cases(SEED, 2 * COUNT) != make_cases(SEED + 1, 2 * COUNT)
     assert {c.subject for c in cases} == set(SUBJECTS) and {c.phase for c in cases} == set(PHASES)
     assert {c.action for c in cases} == set(ACTIONS) and {c.hosts for c in cases} == {True, False}
 

@@ -187,13 +187,14 @@ def test_a_slowed_rank_is_named_every_time(turn: int) -> None:
     test_a_slowed_rank_is_named_and_nobody_else({"dp": 2, "tp": 2}, turn % 4, bool(turn % 2))
 
 
-def ask_recorded() -> None:
+def ask_compiled(backend: str) -> None:
     mesh = autopar.init_mesh("cpu", dp=1)
     batch = {"x": torch.rand(4, 8)}
-    parallel = autopar.parallelize(Small(), mesh, example_batch=batch, backend="cudagraphs")
-    with pytest.raises(ValueError, match=r"health: waiting is seen .* found backend='cudagraphs'"):
+    parallel = autopar.parallelize(Small(), mesh, example_batch=batch, backend=backend)
+    with pytest.raises(ValueError, match=rf"health: waiting is seen .* found backend='{backend}'"):
         parallel.health()
 
 
-def test_a_backend_that_hides_its_waits_is_refused() -> None:
-    run_ranks(1, ask_recorded)
+@pytest.mark.parametrize("backend", ["cudagraphs", "inductor"])
+def test_a_backend_that_hides_its_waits_is_refused(backend: str) -> None:
+    run_ranks(1, ask_compiled, backend)

@@ -22,6 +22,7 @@ from autopar.runtime.module.argument_checks import checks_of
 from tests.health.test_finite import Stack
 from tests.support.plain_models import gap
 from tests.support.ranks import rank_outcomes, run_ranks
+from tests.support.scalar_kernels import scalar_kernels
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp": ({"dp": 2}, {"zero": 3}),
@@ -106,9 +107,9 @@ class Waited:
         self.then()
 
 
-def flipped_in_a_step(mesh: str, seeds: range) -> list[str]:
+def flipped_in_a_step(mesh: str, seeds: range, backend: str = "eager") -> list[str]:
     """The errors of steps with one flipped bit each; "" where the drawn place does not exist on that rank."""
-    parallel, optimizer, batch = trained(mesh)
+    parallel, optimizer, batch = trained(mesh, backend=backend)
     found = []
     for seed in seeds:
         drawn = random.Random(seed)
@@ -142,6 +143,18 @@ def test_a_bit_that_flips_in_a_step_is_named(mesh: str) -> None:
 def test_fifty_bits_that_flip_in_steps_are_named(mesh: str) -> None:
     one, other = run_ranks(2, flipped_in_a_step, mesh, range(100, 170), timeout=500)
     assert one == other and sum(map(bool, one)) >= 25
+
+
+def flipped_in_a_compiled_step(mesh: str, seeds: range) -> list[str]:
+    with scalar_kernels():
+        return flipped_in_a_step(mesh, seeds, "inductor")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_bit_that_flips_in_a_compiled_step_is_named(mesh: str) -> None:
+    one, other = run_ranks(2, flipped_in_a_compiled_step, mesh, range(20), timeout=200)
+    assert one == other and sum(map(bool, one)) >= 3
 
 
 # --- between steps --------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Case:
     pause: seconds of each step, in the place of a larger model. calls: of a rank in a step, see `calls_of_a_step`.
     store_ends: seconds after which the store is killed. resumed: seconds after which a stopped process goes on. slow:
     (replica, step, seconds) of one that waits for its data. least: min_replicas. patience: seconds of a mesh's
-    timeout."""
+    timeout. odd: (replica, start) with another min_replicas."""
 
     faults: Sequence[Fault] = ()
     back: Sequence[int] = ()
@@ -109,6 +109,7 @@ class Case:
     resumed: float = 0.0
     slow: tuple[int, int, float] = (-1, -1, 0.0)
     least: int = 1
+    odd: tuple[int, int] = (-1, 0)
     patience: float = 60.0
     folder: str = ""  # of checkpoints, one every five steps
 
@@ -157,12 +158,13 @@ class _World:
         number, port = len(self.done.of(index)), self._new_store()
         start = Start(index)
         self.done.starts.append(start)
+        case = replace(self.case, least=self.case.least + 1) if (index, number) == self.case.odd else self.case
         for rank in range(self.case.ranks):
             here, there = self._context.Pipe(duplex=False)
             place = index, rank, number
             fault = next((f for f in self.case.faults if (f.index, f.rank, f.start) == place), None)
             inherited = [here, self._control, *self._pipes]
-            given = (self.case, fault, index, rank, port, self._port, there, inherited)
+            given = (case, fault, index, rank, port, self._port, there, inherited)
             process = self._context.Process(target=_rank, args=given, daemon=True)
             process.start()
             there.close()

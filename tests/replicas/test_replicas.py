@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,24 @@ def test_too_few_wait() -> None:
     done = run(Case([Fault(3, 2, 0.5)], back=[3], least=4, steps=6, away=2 * SILENT))
     check(done, 6, [*range(COUNT)])
     assert all(len(order) == COUNT for start in done.starts for order in start.members.values())
+
+
+@pytest.mark.parametrize("case", [
+    Case(odd=(0, 0), back=[0], steps=4),
+    Case([Fault(3, 1, 0.5)], odd=(3, 1), back=[3, 3], steps=40, pause=0.1),
+], ids=["at the start", "one that returns"])  # fmt: skip
+def test_the_one_with_other_options_ends_and_no_other(case: Case) -> None:
+    """It may come back with those of the others."""
+    done = run(case)
+    index, number = case.odd
+    check(done, case.steps, [*range(COUNT)])
+    odd = done.of(index)[number]
+    said = (
+        r"ValueError: replicas: needs the same options on all replicas, found on_loss='repeat', min_replicas=2 on "
+        rf"replica {index} and on_loss='repeat', min_replicas=1 on replica \d(, \d)*; start it with the same"
+    )
+    assert not odd.losses and re.fullmatch(said, odd.ends[0]), odd.ends
+    assert all(len(done.of(i)) == 1 and done.of(i)[0].ends == {0: "done"} for i in range(COUNT) if i != index)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -14,8 +15,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from autopar.runtime.checkpoint import memory_folder
+from tests.faults.campaign import free_port
 from tests.runtime.test_killed_saves import Victim
 from tests.runtime.test_memory_saves import on_node, resumed
 from tests.support.ranks import rank_outcomes, refusal, run_ranks
@@ -211,12 +214,59 @@ def test_at_the_good_end_of_a_program_the_memory_is_free(tmp_path: Path, end: st
     assert (ended.returncode, bool(list(memory.iterdir()))) == (code, code != 0), ended
 
 
-def test_the_memory_of_a_node_is_free_when_all_its_ranks_have_ended_well(tmp_path: Path) -> None:
-    with mock.patch.dict(os.environ, {"AUTOPAR_MEMORY": str(tmp_path)}):
-        memory = memory_folder.MemoryFolder("0" * 32)
-        memory.folder.mkdir()
-        memory.end("aa", 0, [0, 1])  # rank 1 has failed; a new start follows
-        memory.end("bb", 1, [0, 1])
-        assert [path.name for path in memory.folder.iterdir()] == ["bb.00001.ended"]
-        memory.end("bb", 0, [0, 1])
-        assert not memory.folder.exists()
+TWO_NODES = """
+import os, signal, sys, time
+from tests.support.runs import Run
+run = Run({"dp": 2}, zero=1)
+run.step()
+run.save(sys.argv[1], memory=True).wait()
+exec(sys.argv[2])
+"""
+
+
+def on_two_nodes(base: Path, ends: tuple[str, str], hosts: bool) -> list[int]:
+    """The exit codes of a rank on each node, which end so; what is then in the memory of which node. hosts: rank 0 has
+    the store, else a launcher."""
+    store = None if hosts else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_PORT": str(store.port if store is not None else free_port()), "OMP_NUM_THREADS": "1"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": str(not hosts), "AUTOPAR_HEARTBEAT_TIMEOUT": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_NODES, str(base / "run"), end],
+            env={**env(base / f"node{rank}"), **common, "RANK": str(rank)}, stderr=subprocess.DEVNULL,
+        ) for rank, end in enumerate(ends)
+    ]  # fmt: skip
+    try:
+        return [rank.wait(120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+LATE = "time.sleep(1.5); "
+
+
+ENDS: dict[str, tuple[tuple[str, str], list[int]]] = {
+    "well": (("", LATE), [0, 0]),
+    "error": (("", LATE + "raise KeyError('planted')"), [0, 1]),
+    "without groups": ((LATE, "import torch.distributed as d; d.destroy_process_group()"), [0, 0]),
+    "exit code": ((LATE + "sys.exit(75)", ""), [75, 0]),
+    "kill": (("", LATE + "os.kill(os.getpid(), 9)"), [0, -9]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [
+        pytest.param(name, hosts, marks=[] if (name, hosts) in (("well", True), ("error", False)) else pytest.mark.full)
+        for name, hosts in itertools.product(ENDS, (False, True))
+    ],
+)
+def test_the_memory_of_all_nodes_is_free_when_all_ranks_have_ended_well(tmp_path: Path, name: str, hosts: bool) -> None:
+    """A node whose ranks have ended well keeps its part while those of another one run: they may yet fail."""
+    ends, codes = ENDS[name]
+    assert on_two_nodes(tmp_path, ends, hosts) == codes
+    kept = [bool(list((tmp_path / f"node{node}").iterdir())) for node in range(2)]
+    assert kept == [any(codes)] * 2

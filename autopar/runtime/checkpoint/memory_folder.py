@@ -147,17 +147,6 @@ class MemoryFolder:
             if old.rank not in ranks and old.generation not in keep:
                 old.path.unlink(missing_ok=True)
 
-    def end(self, attempt: str, rank: int, ranks: Iterable[int]) -> None:
-        """Note that a rank of this start has ended well; remove the folder once all ``ranks`` of the node have."""
-        ended = {other: self.folder / f"{attempt}.{other:05d}.ended" for other in ranks}
-        with contextlib.suppress(OSError):
-            ended[rank].touch(0o600)
-            for mark in self.folder.glob("*.ended"):
-                if mark not in ended.values():  # of an earlier start, of which some rank has not
-                    mark.unlink(missing_ok=True)
-            if all(mark.exists() for mark in ended.values()):
-                self.remove()
-
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -155,6 +155,12 @@ class ErrorBoard:
             pass
         self.heartbeat.close()
 
+    def finished(self) -> None:
+        """This rank makes no further call, unless it ends with an error: others must not wait for it in one."""
+        self._noticed.set()
+        if self._told.keys().isdisjoint(("heard", "error")):
+            self._tell("left", "finished")
+
     def give_verdict(self, why: str) -> None:
         """Publish the verdict: the job cannot continue, on any rank. Raises StoreError."""
         if self.heartbeat is not None:

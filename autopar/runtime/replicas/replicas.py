@@ -18,6 +18,7 @@ import os
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -75,7 +76,8 @@ class Replicas:
         min_replicas: with fewer of them no step is made: they wait for others to return, for the mesh's timeout.
 
     Collective within the replica. Raises ValueError for a model, an option or an address that does not fit, and
-    CollectiveError if the store does not answer. Options that differ between replicas are refused by the first step.
+    CollectiveError if the store does not answer. A replica whose options are not those of most is refused by its first
+    step; the others wait for it, for the mesh's timeout, or go on.
     """
 
     def __init__(
@@ -332,7 +334,12 @@ class Replicas:
         claims, joining = self._store.number_of_claims(), {}
         if claims != record.claims:
             found = self._store.claims()
-            joining = {index: claim.name for index, claim in found.items() if record.members.get(index) != claim.name}
+            joining = {
+                index: claim.name
+                for index, claim in found.items()
+                if record.members.get(index) != claim.name
+                and claim.options == self._options  # others end by themselves
+            }
         new = record.next(done, lost, joining, claims)
         if new.donor is None:
             raise CollectiveError(
@@ -381,18 +388,18 @@ class Replicas:
         while time.monotonic() < end:
             record, number, claims = self._store.record(), self._store.number_of_claims(), self._store.claims()
             members = record.members if record is not None else {}
-            for index, claim in claims.items():
-                if claim.name == members.get(index) and claim.options != self._options:
-                    raise ValueError(
-                        f"replicas: needs the same options on all replicas, found {self._options} on replica "
-                        f"{self.index} and {claim.options} on replica {index}; start them with the same"
-                    )
             if self._name in members.values():
                 assert record is not None
                 return record
             self._lookout.watch(None, [*members.values(), *(claim.name for claim in claims.values())])
             alive = [index for index, claim in claims.items() if self._lookout.is_alive(claim.name)]
+            training = {index: claims[index].options for index in alive if claims[index].name == members.get(index)}
+            self._check_options(training)
             if len(alive) == self.count and all(name in self._lookout.lost for name in members.values()):
+                options = {index: claims[index].options for index in alive}
+                self._check_options(options)
+                if len({*options.values()}) > 1:
+                    continue  # the others end, and may come again
                 giver = max(alive, key=lambda index: (claims[index].step, -index))
                 fresh = tuple(index for index in alive if index != giver)
                 epoch = record.epoch + 1 if record is not None else 0
@@ -407,6 +414,18 @@ class Replicas:
             f"replica of this run is training, and to start all {self.count} must be there"
             + (f" (replica {_listed(absent)} has not come)" if absent else "")
         )
+
+    def _check_options(self, given: Mapping[int, str]) -> None:
+        """Raises ValueError if this replica has not the options that most of these replicas have; of as many, those of
+        the first."""
+        counts = Counter(text for _, text in sorted(given.items()))
+        usual = max(counts, key=lambda text: counts[text], default=self._options)
+        if usual != self._options:
+            who = [index for index, text in sorted(given.items()) if text == usual]
+            raise ValueError(
+                f"replicas: needs the same options on all replicas, found {self._options} on replica {self.index} and "
+                f"{usual} on replica {_listed(who)}; start it with the same"
+            )
 
     # --- leaving ------------------------------------------------------------------------------------------
 

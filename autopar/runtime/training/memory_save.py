@@ -35,7 +35,7 @@ from autopar.runtime.checkpoint.memory_folder import (
 )
 from autopar.runtime.checkpoint.storage_layout import BlockChecksums, host_bytes
 from autopar.runtime.checkpoint.tensor_storage import Piece
-from autopar.runtime.consistency.exit_checks import after_good_end
+from autopar.runtime.consistency.exit_checks import CommonEnd, at_end
 from autopar.runtime.consistency.rank_checks import on_first_rank
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.training.async_save import wait_for_save
@@ -55,8 +55,8 @@ def memory_run(groups: Groups, line: RunLineage, folder: Path) -> MemoryRun:
             MemoryFolder(told["old"]).remove()
         run = line.memory[folder] = run or MemoryRun(told["token"])
         run.attempt = told["attempt"]
-        here = peers_of(groups).ranks_of_node
-        after_good_end(functools.partial(_free, run.token, run.attempt, groups.rank, here))
+        common = CommonEnd(groups, f"memory/{run.attempt}")
+        at_end(functools.partial(_free, run.token, common, peers_of(groups).is_first_of_node))
     return run
 
 
@@ -67,11 +67,15 @@ def _begun(folder: Path, token: str) -> str:
     return json.dumps({"old": old, "token": token, "attempt": uuid.uuid4().hex[:8]})
 
 
-def _free(token: str, attempt: str, rank: int, ranks: Sequence[int]) -> None:
-    """Once all ``ranks`` of this node have ended well, remove the memory checkpoints of a run."""
-    with contextlib.suppress(RuntimeError):  # the save itself says it
-        wait_for_save()  # all ranks have written
-    MemoryFolder(token).end(attempt, rank, ranks)
+def _free(token: str, common: CommonEnd, is_first_of_node: bool, is_good: bool) -> None:
+    """Once all ranks have ended well, remove the memory checkpoints of a run: while one may fail, the next start may
+    need what is on any node."""
+    if is_good:
+        with contextlib.suppress(RuntimeError):  # the save itself says it
+            wait_for_save()  # all ranks have written
+    common.say(is_good)
+    if is_good and is_first_of_node and common.is_good():
+        MemoryFolder(token).remove()
 
 
 def disk_order(line: RunLineage, folder: Path) -> int:
