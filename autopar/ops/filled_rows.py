@@ -4,7 +4,7 @@
 
 What a model writes as ``x[mask] = rows`` or ``x[mask] + rows``, in static shapes and with nothing that a device waits
 for. There are as many rows as true entries: another number is recorded (`autopar.ops.value_checks`), and reported after
-the step.
+the step. A model that writes ``if mask.any(): x[mask] = rows`` may have rows for a mask without entries.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from autopar.ops.value_checks import note
 
 
 @operator(
-    "(Tensor rows, Tensor mask, str text) -> Tensor",
-    lambda rows, mask, text: rows.new_empty(*mask.shape, *rows.shape[1:]),
+    "(Tensor rows, Tensor mask, str text, bool or_none=False) -> Tensor",
+    lambda rows, mask, text, or_none=False: rows.new_empty(*mask.shape, *rows.shape[1:]),
 )
-def filled_rows(rows: Tensor, mask: Tensor, text: str) -> Tensor:
+def filled_rows(rows: Tensor, mask: Tensor, text: str, or_none: bool = False) -> Tensor:
     """rows [K, ...], mask [*M] bool -> [*M, ...]. ``text``: of the error, with {found} for the number of true entries
-    and {rows} for K."""
+    and {rows} for K. ``or_none``: a mask without entries is right, too."""
     count, flat = rows.shape[0], mask.flatten()
-    note(flat.sum(), count, count, text.replace("{rows}", str(count)))
+    found = flat.sum()
+    found = found.masked_fill_(found == 0, count) if or_none else found
+    note(found, count, count, text.replace("{rows}", str(count)))
     if not count:
         return rows.new_zeros(*mask.shape, *rows.shape[1:])
     place = (flat.cumsum(0) - 1).clamp_(0, count - 1)
@@ -53,14 +55,14 @@ def taken_rows(grad: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, mask, _ = inputs
+    rows, mask, *_ = inputs
     ctx.count = rows.shape[0]
     ctx.save_for_backward(mask)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     (mask,) = ctx.saved_tensors
-    return torch.ops.autopar.taken_rows(grad, mask, ctx.count), None, None
+    return torch.ops.autopar.taken_rows(grad, mask, ctx.count), None, None, None
 
 
 filled_rows.register_autograd(_backward, setup_context=_setup)

@@ -270,13 +270,18 @@ def _inputs(
             raise ValueError(
                 f"data_parallel: the batch of {rows} (dim {dim} of input {name}) does not divide into {pieces} pieces "
                 f"({_of_ranks(mesh)}, {microbatches} microbatches); use a batch of "
-                f"{max(-(-rows // pieces), 1) * pieces}"
+                f"{max(-(-rows // pieces), 1) * pieces}{_another_dim(name, dim)}"
             )
         out[name] = dict.fromkeys(cuts, Shard(dim)) if dim is not None else {}
         if dim is not None and "ep" in cuts:
             others = pieces // cuts["ep"]
             out[name]["ep"] = Shard(dim, (rows // others,) * others)
     return out
+
+
+def _another_dim(name: str, dim: int | None) -> str:
+    """Where the batch may have been mistaken: a model that loops over its examples shows no batch dim."""
+    return f", or if dim {dim} isn't the batch, say which is: batch_dims={{{name!r}: 0, ...}}" if dim else ""
 
 
 def _of_ranks(mesh: Mesh) -> str:

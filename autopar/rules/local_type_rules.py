@@ -55,6 +55,8 @@ def _results(
 ) -> list[LocalType]:
     if is_call(node, ours.all_to_all_rows.default):
         return [UNKNOWN]  # a data-dependent choice of rows
+    if is_call(node, ours.shard_slice.default) and shapes == [(1,)] and not node.meta["val"].is_floating_point():
+        return [UNKNOWN]  # a number of the rank, as that of its first row: it moves what it is subtracted from
     if node.target in COLLECTIVES or node.target in LOCAL:
         return [_exchanged(node, axis, operands[0])]
     if is_call(node, ours.quantized.default) and operands[0] == ADDENDS:

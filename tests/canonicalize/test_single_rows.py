@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.mesh import Mesh
@@ -34,6 +35,30 @@ def test_equals_one_process(mesh: str, rows: int, heads: int, dropout: float, ze
     torch.manual_seed(0)
     x = torch.randn(rows, 8, 16).double()
     assert check_model(AllResults(heads, dropout), {"x": x}, Mesh.parse(mesh), Options(zero=zero)).worst < 1e-10
+
+
+class Kinds(nn.Module):
+    """A vector for the kind of each example: kind [rows] or [rows, 1], x and target [rows, tokens, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.head = nn.Embedding(6, 8), nn.Linear(8, 8)
+
+    def forward(self, kind: Tensor, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.head(x + self.kind(kind).view(len(kind), 1, 8)).tanh(), target)
+
+
+@pytest.mark.parametrize(
+    "mesh, shape, parts", [("tp=2", (4, 1), 1), ("tp=3", (4, 1), 1), ("tp=2", (4,), 4), ("dp=2,tp=2", (4,), 2)]
+)
+def test_one_index_of_a_vocabulary(mesh: str, shape: tuple[int, ...], parts: int) -> None:
+    """Ids less the number of a rank's first row aren't a piece of ids along a dim of size one."""
+    torch.manual_seed(0)
+    kind = torch.tensor([1, 5, 0, 3]).view(shape)
+    batch = {"kind": kind, "x": torch.randn(4, 3, 8).double(), "target": torch.randn(4, 3, 8).double()}
+    found = check_model(Kinds().double(), batch, Mesh.parse(mesh), Options(microbatches=parts))
+    assert str(found.compiled.plan.parameter("kind.weight", "tp").used) == "S(0)"
+    assert found.worst < 1e-10
 
 
 def test_vague_is_what_has_no_known_rows_in_any_reading() -> None:

@@ -310,6 +310,65 @@ def test_examples_with_unlike_numbers_of_places() -> None:
     assert 'a mask of "ids" selects 3 entries for the 4 rows' in said[0]
 
 
+def if_any(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
+    h = h.clone()
+    if m.any():
+        h[m] = f
+    return h
+
+
+def if_some(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
+    h = h.clone()
+    if m.sum() > 0:
+        h[m] = h[m] + f
+    if m.sum().item() > 0:
+        h.view(-1, WIDTH).index_add_(0, torch.where(m.flatten())[0], f)
+    return h
+
+
+def if_any_third(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
+    """A branch on another mask."""
+    h, third = h.clone(), m & (m.cumsum(1) == 3)
+    if third.any():
+        h[m] = h[m] * 2
+        h[torch.where(m)] += f
+    return h
+
+
+@pytest.mark.parametrize("body", [if_any, if_some, if_any_third])
+def test_a_branch_on_a_mask_skips_writes(body: Body) -> None:
+    model = made(body)
+    graph = Normalize().apply(capture(model, batch(2, 2, 2, 2)))
+    for counts in ((2, 2, 2, 2), (0, 0, 0, 0) if body is not if_any_third else (3, 2, 2, 1)):
+        given = batch(*counts)
+        eager, ours = loss_and_gradients(model, given), loss_and_gradients(model, given, graph)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(eager, ours, strict=True))
+        assert not take_notes()
+    loss_and_gradients(model, batch(3, 2, 2, 2), graph)
+    assert "9 for 8" in [note.problem(note.extremes) for note in take_notes()]
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0), (2, 2, 2, 2)])
+def test_a_branch_on_a_mask_of_a_sharded_batch(counts: tuple[int, ...]) -> None:
+    for body in (if_any, if_any_third):
+        assert check_model(made(body), batch(*counts), Mesh.of(dp=2), Options(microbatches=2)).worst < 1e-10
+        assert bool(take_notes()) == (body is if_any_third and not any(counts))
+
+
+def test_a_branch_is_decided_by_the_whole_batch() -> None:
+    assert check_model(made(if_any_third), batch(3, 1, 2, 2), Mesh.of(dp=2)).worst < 1e-10
+
+
+def test_features_without_places_are_noticed_beside_the_branch() -> None:
+    def beside(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
+        h = if_any(h, m, f)
+        h[m] += f
+        return h
+
+    loss_and_gradients(made(beside), batch(0, 0, 0, 0), Normalize().apply(capture(made(beside), batch(2, 2, 2, 2))))
+    assert [note.problem(note.extremes) for note in take_notes()] == ["0 for 8"]
+
+
 REFUSED: dict[str, Body] = {
     "joined": lambda h, m, f: h + torch.cat([h[m], f]).softmax(0)[: m.shape[0], None],
     "sorted": lambda h, m, f: h + (h[m].sort(0).values * f).sum(),

@@ -103,6 +103,29 @@ def planned(model: nn.Module, part: dict[str, Any], **options: Any) -> Plan:
     )
 
 
+class Loop(nn.Module):
+    """Each example by itself, in a Python loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = [self.body(row) for row in x]
+        return torch.stack([F.mse_loss(r, t) for r, t in zip(made, y, strict=True)]).mean()
+
+
+def test_a_loop_over_examples_needs_batch_dims() -> None:
+    """No operator sees a dim of examples."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 7, D).double(), "y": torch.randn(4, 7, D).double()}
+    with pytest.raises(ValueError, match=r"batch of 7 \(dim 1 of input x\) .*say which is: batch_dims=\{'x': 0, ...\}"):
+        check_model(Loop().double(), batch, Mesh.of(dp=2))
+    for mesh in ("dp=2", "tp=2"):
+        said = Options(batch_dims={"x": 0, "y": 0})
+        assert check_model(Loop().double(), batch, Mesh.parse(mesh), said).worst < 1e-10
+
+
 ROWS = {"x": torch.zeros(4, D), "table": torch.zeros(16, D)}
 DECIDED = {
     "table of more rows": (Scores, {"table": ROWS["table"], "x": ROWS["x"]}, {"table": None, "x": 0}),

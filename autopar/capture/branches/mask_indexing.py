@@ -61,8 +61,10 @@ class MaskIndexing:
         self._viewed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> the one that it is a view of
         self._some: WeakTensorKeyDictionary = (
             WeakTensorKeyDictionary()
-        )  # number -> whether it is true if there are rows
-        self._skipped: list[Lines] = []  # lines that a branch skips where there are no rows
+        )  # number -> whether it is true if there are rows, their mask
+        # (running frame, lines that a branch in it skips where there are no rows) -> their mask, flattened
+        self._skipped: dict[tuple[int, Lines], Tensor] = {}
+        self._within: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> the one some of whose rows it has
         self._flat: dict[Any, Tensor] = {}  # key of a mask -> the mask, flattened
         self._shapes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> its shape
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
@@ -86,37 +88,61 @@ class MaskIndexing:
     def truth(self, function: Any, x: Any, frame: Any) -> bool | None:
         """What ``if mask.any()`` or ``if rows.shape[0] == 0`` takes to be: that there are rows, if nothing but work on
         rows depends on it. None for any other condition."""
-        some = self._some.get(x) if function is _TENSOR.__bool__ and isinstance(x, Tensor) else None
-        lines = skipped_lines(frame, some) if some is not None and frame is not None else None
+        if function is not _TENSOR.__bool__ or not isinstance(x, Tensor) or x not in self._some or frame is None:
+            return None
+        some, mask = self._some[x]
+        lines = skipped_lines(frame, some)
         if lines is None:
             return None
         count_answer()
-        self._skipped.append(lines)
-        return some
+        self._skipped[id(frame), lines] = mask if mask in self._shapes else self.mask_of_rows(mask)
+        return bool(some)
+
+    def if_taken(self, made: Tensor, before: Tensor, flat: Tensor | None) -> Tensor:
+        """What a write to rows of a mask leaves: ``before`` where a branch around it, on another mask, skips it."""
+        while flat is not None and flat in self._within:
+            flat = self._within[flat]
+        for mask in self._branches():
+            if mask is not flat:
+                made = torch.where(mask.any(), made, before)
+        return made
+
+    def _branches(self) -> list[Tensor]:
+        """The masks of the branches that the forward is in."""
+        found, frame = [], sys._getframe(1)
+        while self._skipped and frame is not None:
+            found += [
+                mask
+                for (owner, (code, lines)), mask in self._skipped.items()
+                if owner == id(frame) and code is frame.f_code and frame.f_lineno in lines
+            ]
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
 
     def _check_skipped(self, name: str) -> None:
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if any(frame.f_code is code and frame.f_lineno in lines for code, lines in self._skipped):
-                self._refuse(
-                    f"{name} writes to a tensor where a mask selects rows, which a branch on the mask decides; write "
-                    "to rows of the mask alone, or do it outside of the branch"
-                )
-            frame = frame.f_back
+        if self._branches():
+            self._refuse(
+                f"{name} writes to a tensor where a mask selects rows, which a branch on the mask decides; write "
+                "to rows of the mask alone, or do it outside of the branch"
+            )
+
+    def note_same_number(self, made: Tensor, number: Tensor) -> None:
+        """Record that a tensor is a number of rows, as another one is."""
+        self._some[made] = self._some[number]
 
     def _note_count(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
         """Record whether there are rows: mask.any(), mask.sum(), and comparisons of a number of rows with 0."""
         name, x = known.plain_name(function), args[0] if args else None
         whole = len(args) == 1 and not kwargs
         if whole and name in _COUNTS and isinstance(x, Tensor) and x.dtype == torch.bool:
-            self._some[made] = True
+            self._some[made] = True, x
             if name != "any":
                 self._writes.note_count(made, x)
         elif len(args) == 2 and isinstance(x, Tensor) and x in self._some:
             if name in ("bool", "item"):
                 self._some[made] = self._some[x]
             elif x.dtype != torch.bool and (name, args[1]) in _SOME:
-                self._some[made] = _SOME[name, args[1]]
+                self._some[made] = _SOME[name, args[1]], self._some[x][1]
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         picked = _picked(function, args, kwargs)
@@ -203,9 +229,10 @@ class MaskIndexing:
         return mask
 
     def filled(self, values: Tensor, flat: Tensor) -> Tensor:
-        """values [K, ...], one row for each entry of a flattened mask -> all rows, zeros beside the mask."""
-        shape = self._shapes[flat]
-        made: Tensor = torch.ops.autopar.filled_rows(values, flat.view(shape), "{found} for {rows}")
+        """values [K, ...], one row for each entry of a flattened mask -> all rows, zeros beside the mask. A branch on
+        the mask skips it where it has no entry, however many values there are."""
+        shape, skipped = self._shapes[flat], any(flat is mask for mask in self._branches())
+        made: Tensor = torch.ops.autopar.filled_rows(values, flat.view(shape), "{found} for {rows}", skipped)
         return self._keep(made.flatten(0, len(shape) - 1) if len(shape) > 1 else made, flat)
 
     def changed(self, rows: Tensor) -> None:
@@ -248,6 +275,7 @@ class MaskIndexing:
         key = ("both", self._key_of(before), self._key_of_rows(mask))
         if key not in self._flat:
             self._flat[key] = before & mask
+            self._within[self._flat[key]] = before
             self._shapes[self._flat[key]] = self._shapes[before]
         return self._flat[key]
 
@@ -288,11 +316,11 @@ class MaskIndexing:
             return ()
         with self.looked_at(rows=False):
             count = mask.sum()
-            self._some[count] = True
+            self._some[count] = True, mask
             if function in known.NUMELS:
                 if x.dim() > 1:
                     count = count * math.prod(x.shape[1:])
-                    self._some[count] = True
+                    self._some[count] = True, mask
                 return (count,)
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
             if dim is None:

@@ -296,6 +296,7 @@ class MaskPositions:
         with self._rows.looked_at(rows=False):
             total = self._total(rows if adds is None else adds, positions, y)
             made = torch.where(self._any(positions, y), total, y) if adds is None else y + total
+            made = self._rows.if_taken(made, y, flat)
             if function in _OUT_OF_PLACE:
                 return (made,)
             y.copy_(made)
@@ -348,7 +349,7 @@ class MaskPositions:
         if table is not _INDEX_ADD and index.shape != rows.shape:
             return ()
         with self._rows.looked_at(rows=False):
-            made = y + self._total(rows, [position], y)
+            made = self._rows.if_taken(y + self._total(rows, [position], y), y, position.flat)
             return (y.copy_(made) if table[function] else made,)
 
     def _total(self, rows: Tensor, positions: list[_Position], y: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class MaskWrites:
         with self._rows.looked_at(rows=False):
             made = number.clone()
         self._counted[made], self._items[made] = self._counted[number], number
+        self._rows.note_same_number(made, number)
         return made
 
     def as_numbers(self, function: Any, arguments: Any) -> Any:
@@ -144,7 +145,7 @@ class MaskWrites:
             number = (places.flatten().cumsum(0) - 1).clamp(0, flat.shape[0] - 1)
             taken = source.index_select(0, order.index_select(0, number))
             taken = torch.where((number < flat.sum()).unsqueeze(-1), taken, float("nan"))
-            made = torch.where(places.unsqueeze(-1), taken.view(x.shape), x)
+            made = self._rows.if_taken(torch.where(places.unsqueeze(-1), taken.view(x.shape), x), x, None)
             return (x.copy_(made) if function is _TENSOR.masked_scatter_ else made,)
 
     def _put(self, out: Tensor, index: Any, values: Any, adds: bool) -> tuple[Any, ...]:
@@ -173,7 +174,7 @@ class MaskWrites:
             all_rows = all_rows.view(out.shape) if all_rows.dim() else all_rows
             kept = torch.zeros((), dtype=out.dtype) if adds or added is not None else out
             made = torch.where(beside, all_rows, kept)
-            out.copy_(made if kept is out else out + made)
+            out.copy_(self._rows.if_taken(made if kept is out else out + made, out, flat))
         if inner:
             self._rows.changed(out)
         return (out,)
