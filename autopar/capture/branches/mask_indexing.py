@@ -343,9 +343,10 @@ class MaskIndexing:
             return (total if name == "sum" else total / self._count(x, mask, over).to(total.dtype),)
 
     def _total(self, x: Tensor, mask: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
-        return self._all_of(x, mask).sum(dims, keepdim)
+        return self.with_zeros(x, mask).sum(dims, keepdim)
 
-    def _all_of(self, x: Tensor, mask: Tensor) -> Tensor:
+    def with_zeros(self, x: Tensor, mask: Tensor) -> Tensor:
+        """All rows, zeros in those that are not selected."""
         return torch.where(_beside(mask, x), x, torch.zeros((), dtype=x.dtype))
 
     def _count(self, x: Tensor, mask: Tensor, over: set[int]) -> Tensor:

@@ -168,13 +168,14 @@ class MaskWrites:
         if rows is None:
             return ()
         with self._rows.looked_at(rows=inner):
-            beside = flat.view(*mask.shape, *[1] * (out.dim() - mask.dim()))
             added = None if adds or inner else self._positions.added_to(out, values, flat)
-            all_rows = (rows if added is None else added).to(out.dtype)
-            all_rows = all_rows.view(out.shape) if all_rows.dim() else all_rows
-            kept = torch.zeros((), dtype=out.dtype) if adds or added is not None else out
-            made = torch.where(beside, all_rows, kept)
-            out.copy_(self._rows.if_taken(made if kept is out else out + made, out, flat))
+            if adds or added is not None:
+                more = self._rows.with_zeros(rows if added is None else added, flat)
+                made = out + more.view(out.shape).to(out.dtype)
+            else:
+                beside = flat.view(*mask.shape, *[1] * (out.dim() - mask.dim()))
+                made = torch.where(beside, rows.view(out.shape).to(out.dtype), out)
+            out.copy_(self._rows.if_taken(made, out, flat))
         if inner:
             self._rows.changed(out)
         return (out,)
@@ -182,7 +183,7 @@ class MaskWrites:
     def _values(self, values: Any, flat: Tensor, width: torch.Size, one_too: bool) -> Tensor | None:
         """What is written to each entry, [n, *width]; None for a single value, unless ``one_too``."""
         if not isinstance(values, Tensor):
-            return torch.tensor(values) if one_too else None
+            return torch.tensor(values).expand(flat.shape[0], *width) if one_too else None
         if self._rows.are_rows(values):
             return values if self._rows.mask_of(values) is flat and values.shape[1:] == width else None
         if values.dim() == len(width) + 1 and values.shape[0] != 1:
