@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -285,6 +286,91 @@ def test_a_result_that_is_not_used() -> None:
     check(One(lambda x, net: Either.apply(x, True)[0]), "dp=1")  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="Either asks for None instead of gradients of zeros"):
         check(One(lambda x, net: Either.apply(x, False)[0]), "dp=1")  # type: ignore[no-untyped-call]
+
+
+class Two(torch.autograd.Function):
+    """Two results, whose gradients a backward may be given as None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(w)
+        return x * w, x @ x.new_ones(8, 8)
+
+    @classmethod
+    def given(cls, way: Callable[..., Any]) -> Any:
+        """The function with a backward (a, b, w) -> gradients of x and of w."""
+
+        def backward(ctx: Any, a: Tensor | None, b: Tensor | None) -> Any:
+            return way(a, b, *ctx.saved_tensors)
+
+        return type("Two", (cls,), {"backward": staticmethod(backward)})
+
+
+def added(a: Tensor | None, b: Tensor | None, w: Tensor) -> Any:
+    gx, gw = None, None
+    if a is not None:
+        gx, gw = a * w, a.sum((0, 1))
+    if b is not None:
+        more = b @ w.new_ones(8, 8).t()
+        gx = more if gx is None else gx + more
+    return gx, gw
+
+
+def filled(a: Tensor | None, b: Tensor | None, w: Tensor) -> Any:
+    a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
+    b = torch.zeros_like(a) if b is None else b
+    return w * a + (b / 2.0).reshape(b.shape), (a - b).sum(dim=(0, 1))
+
+
+def from_nothing(a: Tensor | None, b: Tensor | None, w: Tensor) -> Any:
+    return sum(g * f for g, f in ((a, w), (b, 3.0)) if g is not None), None
+
+
+def another_factor(a: Tensor | None, b: Tensor | None, w: Tensor) -> Any:
+    if b is None:
+        return a * 5.0, None  # type: ignore[operator]
+    return (b if a is None else a * w + b), None
+
+
+def a_constant(a: Tensor | None, b: Tensor | None, w: Tensor) -> Any:
+    return (a if b is None else (a + b if a is not None else b) + 1.0), None
+
+
+def divided(a: Tensor | None, b: Tensor | None, w: Tensor) -> Any:
+    if a is None or b is None:
+        return (1.0 - w) * (b if a is None else a), None  # type: ignore[operator]
+    return (1.0 / w) * (a + b), None
+
+
+def in_place(a: Tensor | None, b: Tensor | None, w: Tensor) -> Any:
+    gx = torch.zeros_like(b if a is None else a)  # type: ignore[arg-type]
+    for g in (a, b):
+        gx = gx if g is None else gx.add_(g)
+    return gx, None
+
+
+PICKS = [
+    pytest.param(lambda y: y[0], id="the first"),
+    pytest.param(lambda y: y[1], id="the second"),
+    pytest.param(lambda y: y[0] + y[1], id="both"),
+]
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("way", [added, filled, from_nothing])
+def test_none_is_as_good_as_zeros(way: Any, pick: Any) -> None:
+    function = Two.given(way)
+    check(One(lambda x, net: pick(function.apply(x, net.up.weight[0]))), "dp=2")
+
+
+@pytest.mark.parametrize("way", [another_factor, a_constant, divided, in_place])
+def test_none_is_not_zeros(way: Any) -> None:
+    """Torch gives None where a result is not used, and the backward does something else then, or it is not seen."""
+    function = Two.given(way)
+    with pytest.raises(ValueError, match="Two asks for None instead of gradients of zeros"):
+        check(One(lambda x, net: function.apply(x, net.up.weight[0])[0]), "dp=2")
+    check(One(lambda x, net: torch.add(*function.apply(x, net.up.weight[0]))), "dp=1")
 
 
 class Checkpointed(nn.Module):

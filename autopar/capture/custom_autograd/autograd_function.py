@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.adapters.ac_regions import asked_for
 from autopar.adapters.traced_threads import traced_by_this_thread
 from autopar.capture.custom_autograd.every_apply import every_apply, plain_apply
+from autopar.capture.custom_autograd.missing_gradients import none_is_zeros
 from autopar.capture.custom_autograd.opaque import OpaqueError, opaque
 from autopar.capture.reads.code_owners import is_ours
 
@@ -202,7 +203,8 @@ def _captured(cls: Any, *args: Any) -> Any:
     pairs = _pairs(cls, ctx, args, results, incoming)
     if pairs:
         taken, made = [x for x, _ in pairs], [g for _, g in pairs]
-        zeros = ctx.materialize_grads or _takes_any(cls, ctx, args, results, incoming, len(pairs))
+        given = [incoming[i].clone() if i in incoming else None for i in range(len(results))]
+        zeros = ctx.materialize_grads or none_is_zeros(lambda given: _run(cls, ctx, given), given, ends)
         token = ops.own_backward(taken, made, [*incoming.values()], cls.__qualname__, zeros)
         results = [ops.with_backward(y, incoming[i], token) if i in incoming else y for i, y in enumerate(results)]
     return tuple(results) if isinstance(result, tuple) else results[0]
@@ -226,20 +228,6 @@ def _pairs(
             f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with torch "
             "operators on its gradients and saved tensors, without branches on their values"
         ) from error
-
-
-def _takes_any(
-    cls: Any, ctx: _Ctx, args: Sequence[Any], results: Sequence[Any], incoming: dict[int, Tensor], count: int
-) -> bool:
-    """Whether a backward that sees None for a result without a gradient has gradients of the same ``count`` arguments
-    then. As it is linear in what it is given, these are those for a gradient of zeros."""
-    try:
-        return len(incoming) > 1 and all(
-            len(_pairs(cls, ctx, args, results, {k: x for k, x in incoming.items() if k != i})) == count
-            for i in incoming
-        )
-    except ValueError:
-        return False
 
 
 def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
