@@ -51,7 +51,7 @@ _SCALARS: dict[str, Any] = {
 }
 
 
-_NO_DERIVATIVE = {"floor_divide", "silu_backward"}
+_NO_DERIVATIVE = {"floor_divide", "heaviside", "silu_backward"}
 # All share one rule function: these are tried with every way to broadcast, the others with one.
 BROADCAST = {"add", "mul", "div", "where", "atan2"}
 
