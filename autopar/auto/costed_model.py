@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.attention.layouts import LAYOUTS
 from autopar.auto.layer_calls import is_part
-from autopar.auto.layer_lists import Entries, counts_of, first, layer_lists, samples, with_layers
+from autopar.auto.layer_lists import Entries, counts_of, first, layer_lists, of_first_layers, samples, with_layers
 from autopar.auto.stored_costs import CostsByRows, stored_costs
 from autopar.capture.trace.compiling import compiling
 from autopar.compile.model import capture_step
@@ -161,7 +161,7 @@ class CostedModel:
         """Those of the asked layers that are. Raises ValueError for a placement that does not compile."""
         amounts = {
             entries: _amounts(sample_of([self._compiled(entries, ROWS[0], placement.mesh, placement.options)], ()))
-            for entries in self._samples(tuple(asked))
+            for entries in of_first_layers(self.lists, asked)
             if all(entries)
         }
         solver = np.linalg.pinv([design_row(counts_of(self.lists, entries), asked) for entries in amounts])

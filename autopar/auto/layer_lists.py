@@ -120,7 +120,7 @@ def samples(
 ) -> list[Entries]:
     """Layers of each sample: the fewest that tell the costs of all kinds apart, those with the most layers last.
     is_part: whether a model with some of the first layers is a part of the model with all of them."""
-    found = _of_first_layers(lists, unlike)
+    found = of_first_layers(lists, unlike)
     for i, entries in enumerate(found):
         for fewer in _fewer(lists, entries):
             others = [*found[:i], fewer, *found[i + 1 :]]
@@ -130,7 +130,7 @@ def samples(
     return sorted(found, key=lambda entries: (sum(map(len, entries)), entries))
 
 
-def _of_first_layers(lists: Sequence[LayerList], unlike: Collection[Unlike]) -> list[Entries]:
+def of_first_layers(lists: Sequence[LayerList], unlike: Collection[Unlike]) -> list[Entries]:
     """The shortest lists of first layers. A list without layers is among them where others do not tell all kinds apart:
     a first layer of its own kind is in all others."""
     found = list[Entries]()

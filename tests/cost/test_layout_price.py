@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.auto.costed_model import ROWS, CostedModel, sample_of
+from autopar.auto.layer_lists import first
 from autopar.auto.priced_layouts import LayoutPricer, answers, layout_of
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import stack_named, stacks
@@ -155,9 +156,9 @@ def check_costs(one: CostedModel, placement: Placement) -> None:
     """Compare costs with those of all layers, compiled."""
     costs = one.costs(placement)
     assert len(costs.layers) == len(set(one.kinds))
-    lengths = tuple(len(x.kinds) for x in one.lists)
+    layers = first([len(x.kinds) for x in one.lists])
     mesh = placement.mesh
-    whole = [one._compiled(lengths, rows * mesh.data_size, mesh, placement.options) for rows in ROWS]
+    whole = [one._compiled(layers, rows * mesh.data_size, mesh, placement.options) for rows in ROWS]
     sample = sample_of(whole, ())
     for place, rows in enumerate(ROWS):
         for i, way in enumerate(("forward", "backward", "again")):

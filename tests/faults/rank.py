@@ -20,8 +20,8 @@ import autopar
 from autopar import api
 from autopar.compile.model import compile_model, plan_model
 from autopar.ir.mesh import Mesh
-from autopar.ops.delayed_scales import DelayedScales
-from autopar.ops.eager_products import ScaledProducts
+from autopar.ops.few_bits.delayed_scales import DelayedScales
+from autopar.ops.few_bits.eager_products import ScaledProducts
 from autopar.options import Options
 from autopar.runtime.checkpoint.hf_io import stored_in
 from tests.faults.cases import DELAY, SUBJECTS, Case, batch_of, model_of
