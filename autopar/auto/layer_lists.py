@@ -144,13 +144,13 @@ def of_first_layers(lists: Sequence[LayerList], unlike: Collection[Unlike]) -> l
 
 
 def _fewer(lists: Sequence[LayerList], entries: Entries) -> Iterator[Entries]:
-    """Without layers that may not be needed to have the last one: of its list it needs none, the first of its kind, the
-    first of all, or both."""
+    """Without layers that may not be needed to have the last one. The first of all stays: what stands at the beginning
+    of a model moves a little more. That of its kind may be needed."""
     for i, (one, numbers) in enumerate(zip(lists, entries, strict=True)):
         if len(numbers) > 1:
             last = numbers[-1]
             like = one.kinds.index(one.kinds[last])
-            for kept in ({last}, {like, last}, {0, last}, {0, like, last}):
+            for kept in ({0, last}, {0, like, last}):
                 if len(kept) < len(numbers):
                     yield (*entries[:i], tuple(sorted(kept)), *entries[i + 1 :])
 

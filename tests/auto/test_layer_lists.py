@@ -97,7 +97,7 @@ def costed(call: Call) -> CostedModel:
 @pytest.mark.parametrize(
     ("call", "wide"),
     [
-        pytest.param(alone, (3,), id="layers that depend on nothing else"),
+        pytest.param(alone, (0, 3), id="layers that depend on nothing else"),
         pytest.param(by_number, (0, 1, 2, 3), id="a layer's number decides what it reads"),
         pytest.param(by_kind, (0, 3), id="its kind does: values of both kinds are made outside of layers"),
         pytest.param(from_the_first, (0, 3), id="the first layer of all makes what the next ones read"),
