@@ -97,7 +97,7 @@ def make_cases(seed: int, count: int, subjects: Sequence[str] = tuple(SUBJECTS))
 class Stack(nn.Module):
     """Four layers, for pipelines of four parts."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
