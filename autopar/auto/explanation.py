@@ -257,7 +257,7 @@ def neighbour(question: Question, layout: Layout, name: str, value: Any, pricing
         del kept["schedule"]
     reason, dependents = "", DEPENDENTS.get(name, ())
     first = dependents if getattr(layout, name, None) == 1 else ()
-    for dropped in (first, dependents, (*dependents, "zero", "schedule", "virtual_stages")):
+    for dropped in dict.fromkeys((first, dependents, (*dependents, "zero", "schedule", "virtual_stages"))):
         fixed = {key: v for key, v in kept.items() if key not in dropped} | (
             {name: value} if name != "micro_batch" else {}
         )

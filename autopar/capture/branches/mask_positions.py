@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture.branches.expert_masks import are_distinct
+from autopar.capture.branches.known_values import writes
 
 _TENSOR: Any = Tensor
 _WHERE = (torch.where, _TENSOR.where)
@@ -32,18 +33,15 @@ _SCATTER_REDUCE = {torch.scatter_reduce: False, _TENSOR.scatter_reduce: False, _
 _PUTS = (torch.index_put, _TENSOR.index_put, torch.index_put_, _TENSOR.index_put_)
 _INDEX_COPY = (torch.index_copy, _TENSOR.index_copy, _TENSOR.index_copy_)
 _SCATTERS = (torch.scatter, _TENSOR.scatter, _TENSOR.scatter_)
-_OUT_OF_PLACE = (
-    torch.scatter,
-    _TENSOR.scatter,
-    torch.index_put,
-    _TENSOR.index_put,
-    torch.index_copy,
-    _TENSOR.index_copy,
-)
 _SELECTS = (torch.index_select, _TENSOR.index_select)
 _ADDS = (torch.add, _TENSOR.add, _TENSOR.__add__, _TENSOR.__radd__, _TENSOR.__iadd__, _TENSOR.add_)
 _SPREADS = _TENSOR.expand, _TENSOR.expand_as, _TENSOR.repeat
 _COLUMNS = (_TENSOR.unsqueeze, torch.unsqueeze, _TENSOR.view, _TENSOR.reshape, torch.reshape, *_SPREADS)
+
+
+def put_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of index_put by name."""
+    return dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
 
 
 def _place_written(
@@ -54,7 +52,7 @@ def _place_written(
         y, index, values = args
         return y, index if isinstance(index, tuple) else (index,), values, False
     if function in _PUTS:
-        given = dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+        given = put_arguments(args, kwargs)
         return given["input"], tuple(given["indices"]), given["values"], bool(given.get("accumulate"))
     if function in _INDEX_COPY or function in _SCATTERS:
         source = "source" if function in _INDEX_COPY else "src"
@@ -297,7 +295,7 @@ class MaskPositions:
             total = self._total(rows if adds is None else adds, positions, y)
             made = torch.where(self._any(positions, y), total, y) if adds is None else y + total
             made = self._rows.if_taken(made, y, flat)
-            if function in _OUT_OF_PLACE:
+            if not writes(function):
                 return (made,)
             y.copy_(made)
         return (None,) if function is _TENSOR.__setitem__ else (y,)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture.branches import rowwise_ops as known
-from autopar.capture.branches.mask_positions import MaskPositions
+from autopar.capture.branches.mask_positions import MaskPositions, put_arguments
 
 _TENSOR: Any = Tensor
 _SETS = _TENSOR.__setitem__
@@ -61,7 +61,7 @@ class MaskWrites:
             out, index, values = args
             return self._put(out, index, values, adds=False) and (None,)
         if function in _PUTS:
-            given = dict(zip(("input", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+            given = put_arguments(args, kwargs)
             index = given["indices"]
             if len(index) == 1 and isinstance(index[0], Tensor):
                 out = given["input"] if _PUTS[function] else given["input"].clone()
