@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -253,6 +253,41 @@ def test_factories_keep_their_dtype() -> None:
     with LiftFloat32():
         expected = Model()(x)
     assert expected.dtype == torch.float64 and torch.equal(gm(x)[0], expected)
+
+
+FLOATS_OF_INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a table of positions": lambda i: torch.exp(-9.2 * torch.arange(4) / 4) * i,
+    "a choice of numbers": lambda i: torch.where(i > 1, 0.1, 0.7),
+    "a choice of a number": lambda i: torch.where(i > 1, 0.1, i) + torch.where(i > 1, i, 0.3),
+    "a root": lambda i: (i + 1).sqrt(),
+    "quotients": lambda i: i / 3 + (i > 1) / 7.0 + 0.7 / (i + 1) + i / (i + 3) + torch.true_divide(i, 11),
+    "a power": lambda i: torch.pow(0.3, i) + (i + 1) ** -0.7,
+    "a written difference": lambda i: (i - 0.1).mul_(0.3),
+    "complex numbers": lambda i: torch.exp(1j * i * 0.3).real,
+    "a clamp": lambda i: i.clamp(min=0.4) + torch.atan2(i, i + 1),
+    "without gradient": lambda i: no_gradient(lambda: i * 0.3),
+}
+
+
+def no_gradient(body: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        return body().sin()
+
+
+@pytest.mark.parametrize("name", FLOATS_OF_INTEGERS)
+def test_floats_of_integers_keep_their_dtype(name: str) -> None:
+    """Lifted to float64, and as they are."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, i: Tensor) -> Tensor:
+            return x * FLOATS_OF_INTEGERS[name](i)
+
+    given = {"x": torch.rand(3, 4, dtype=torch.float64), "i": torch.arange(12).view(3, 4) % 5}
+    assert torch.equal(capture(Model(), given)(*given.values())[0], Model()(**given))
+    gm = capture(Model(), given, lift_to_float64=True)
+    with LiftFloat32():
+        expected = Model()(**given)
+    assert torch.equal(gm(*given.values())[0], expected)
 
 
 def test_refuses_what_cannot_be_traced(capfd: pytest.CaptureFixture[str]) -> None:

@@ -181,3 +181,16 @@ def written_through_the_input(y: Tensor) -> Tensor:
 def test_what_is_drawn_or_made_of_inputs_is_not_known(body: Body) -> None:
     with pytest.raises(ValueError, match=r"test_known_values.py:\d+ in .*static_inputs="):
         capture(Around(body), {"x": torch.randn(4, 3).double()})
+
+
+def test_large_values_are_not_computed() -> None:
+    """A tensor of a petabyte that a forward fills, as attention fills keys from two parts."""
+
+    def filled(y: Tensor) -> Tensor:
+        whole = y.new_empty(*y.shape[:-1], 8)
+        whole[..., :5].copy_(y)
+        whole[..., 5:].fill_(2.0)
+        return whole + torch.zeros_like(whole)
+
+    gm = capture(Around(filled), {"x": torch.empty(2**44, 3, dtype=torch.float64, device="meta")})
+    assert any(n.meta["val"].shape == (2**44, 8) for n in gm.graph.nodes if "val" in n.meta)

@@ -4,8 +4,8 @@
 
 `run_decompositions` makes in-place operators functional, inlines grad-mode regions, and does not decompose linear,
 layer_norm, sdpa, cross_entropy_loss ... It loses which regions were no-grad, so `_prepare` detaches differentiable
-inputs of such regions first. It also omits the dtype of a factory where it equals the current default, so `_prepare`
-makes the dtype explicit.
+inputs of such regions first. `_prepare` also makes dtypes explicit that the default dtype decides
+(`autopar.capture.trace.default_dtype`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from autopar.capture.side_effects.function_watch import Refused
 from autopar.capture.side_effects.unusual import warn_of
 from autopar.capture.trace.decompose import LIFTS, decompose
 from autopar.capture.trace.decompositions import DECOMPOSITIONS
+from autopar.capture.trace.default_dtype import cast_integers, write_dtype
 from autopar.capture.trace.stack_lines import lines_of_forwards
 from autopar.errors import refusal_like
 
@@ -321,7 +322,8 @@ def _prepare(program: ExportedProgram) -> None:
             elif node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target not in LIFTS:
                 _cut_from(node)
             elif node.op == "call_function":
-                _write_dtype(node)
+                write_dtype(node)
+                cast_integers(node)
     _detach_no_grad(program.graph_module.graph, _parameter_nodes(program))
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -353,18 +355,6 @@ def _cut_from(node: Node) -> None:
         user.replace_input_with(x, detached)
     node.replace_all_uses_with(detached)
     node.graph.erase_node(node)
-
-
-def _write_dtype(node: Node) -> None:
-    """zeros([4]) --> zeros([4], dtype=float32)"""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.kwargs.get("dtype") is not None:
-        return
-    names = [a.name for a in node.target._schema.arguments]
-    takes_tensor = any(isinstance(a, Node) for a in node.args)
-    if "dtype" in names[len(node.args) :] and "device" in names and not takes_tensor:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            node.kwargs = {**node.kwargs, "dtype": value.dtype}
 
 
 def _parameter_nodes(program: ExportedProgram) -> set[str]:
