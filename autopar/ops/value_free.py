@@ -2,6 +2,7 @@
 
     gaussian_nll_loss    checks whether a variance is negative, and raises
     cov, corrcoef        check whether there are degrees of freedom, and warn
+    linear_cross_entropy runs in chunks of its own, with derivatives in Python (`loss_chunks` makes chunks of any loss)
 
 They replace torch's functions while a model is captured. Checks of shapes are left to torch.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 _GAUSSIAN_NLL_LOSS = torch.nn.functional.gaussian_nll_loss
 _COV, _CORRCOEF = torch.cov, torch.corrcoef
+_LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)  # from torch 2.13
 
 
 def gaussian_nll_loss(
@@ -60,10 +62,17 @@ def corrcoef(x: Tensor) -> Tensor:
     return (found / deviations.unsqueeze(1) / deviations).clamp(-1.0, 1.0)
 
 
+def linear_cross_entropy(*args: Any, options: Any = None, **how: Any) -> Tensor:
+    """`torch.nn.functional.linear_cross_entropy`, of all rows at once."""
+    assert _LINEAR_CROSS_ENTROPY is not None
+    return _LINEAR_CROSS_ENTROPY(*args, **how)
+
+
 VALUE_FREE: dict[Callable[..., Any], Callable[..., Any]] = {
     _GAUSSIAN_NLL_LOSS: gaussian_nll_loss,
     _COV: cov,
     Tensor.cov: cov,
     _CORRCOEF: corrcoef,
     Tensor.corrcoef: corrcoef,
+    **({_LINEAR_CROSS_ENTROPY: linear_cross_entropy} if _LINEAR_CROSS_ENTROPY else {}),
 }

@@ -70,10 +70,10 @@ def group_norm_rule(call: Call) -> Rule:
 
 
 def prelu_rule(call: Call) -> Rule:
-    """(b, c, ...), (c) or (1) -> (b, c, ...)."""
+    """(b, c, ...), (c), (1) or () -> (b, c, ...)."""
     dims = named_dims(call, call.shape("self"))
     slopes = call.shape("weight")
-    of_channels = (dims[1],) if len(dims) > 1 and slopes != (1,) else ((),) * len(slopes)
+    of_channels = (dims[1],) if len(dims) > 1 and slopes not in ((1,), ()) else ((),) * len(slopes)
     return call.rule([dims, of_channels], [dims])
 
 

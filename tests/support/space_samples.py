@@ -72,6 +72,7 @@ def _norms() -> Iterator[Sample]:
     yield call(aten.prelu.default, normal(6, 6, 2), normal(6))
     yield call(aten.prelu.default, normal(6, 6), normal(1))
     yield call(aten.prelu.default, normal(6), normal(1))
+    yield call(aten.prelu.default, normal(6, 6), normal())
     yield call(aten._prelu_kernel.default, normal(6, 6, 2), normal(1, 6, 1))
 
 

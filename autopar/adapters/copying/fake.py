@@ -43,6 +43,9 @@ def silent_fakes() -> Iterator[None]:
         logger.disabled = before
 
 
+SPARSE = "of layout {}; keep its indices and values, and use index_add, or make it dense by to_dense()"
+
+
 def fake_like(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
     """A new fake tensor on the CPU with the same metadata (or another dtype). Never shared between two inputs: the
     exporter would specialize the graph to their being one tensor."""
@@ -63,9 +66,13 @@ def structure_copy(
     """A deep copy with fake parameters and buffers; ties are kept, no tensor is copied. ``dtypes``: new dtypes, by id
     of the model's tensors.
 
-    Raises ValueError if the module contains something that cannot be copied, or hooks that cannot be kept.
+    Raises ValueError if the module contains something that cannot be copied, a sparse tensor, or hooks that cannot be
+    kept.
     """
     refuse_backward_hooks(model)
+    for name, tensor in _registered(model).items():
+        if tensor.layout != torch.strided:
+            raise ValueError(f"capture: needs dense tensors, found {name} {SPARSE.format(tensor.layout)}")
     chosen = dtypes or {}
     return _copied(model, {id(t): fake_like(t, mode, chosen.get(id(t))) for t in _registered(model).values()})
 

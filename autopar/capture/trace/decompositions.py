@@ -102,6 +102,11 @@ def as_strided_scatter(
     return x.reshape(-1).scatter(0, places, source.reshape(-1)).view(x.shape)
 
 
+def copy_of(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of a view, as `torch.view_copy` makes it."""
+    return lambda *args, **how: view(*args, **how).clone(memory_format=torch.contiguous_format)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.instance_norm.default: instance_norm,
     aten.lstm_cell.default: lstm_cell,
@@ -110,4 +115,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.as_strided_scatter.default: as_strided_scatter,
     aten.rnn_tanh_cell.default: lambda *cell: torch.tanh(_gates(*cell)),
     aten.rnn_relu_cell.default: lambda *cell: torch.relu(_gates(*cell)),
+    aten.view_copy.default: copy_of(aten.reshape.default),
+    aten.expand_copy.default: copy_of(aten.expand.default),
+    aten.narrow_copy.default: copy_of(aten.narrow.default),
 }

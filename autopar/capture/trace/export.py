@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.ac_regions import decomposed, noted_regions
-from autopar.adapters.copying.fake import silent_fakes
+from autopar.adapters.copying.fake import SPARSE, silent_fakes
 from autopar.capture.branches.selected_targets import keep_rows_of_targets
 from autopar.capture.custom_autograd.autograd_function import captured_backwards
 from autopar.capture.custom_autograd.inner_derivatives import captured_derivatives
@@ -137,6 +137,7 @@ def export(
     if grad_mode == "grad":
         _refuse_sparse_gradients(flat.graph, _parameter_nodes(flat))
     _refuse_sizes_of_values(flat.graph)
+    _refuse_sparse(flat.graph)
     return flat
 
 
@@ -206,6 +207,13 @@ def _picks_rows(node: Node) -> bool:
     indices = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
     masks = any(isinstance(i, Node) and i.meta["val"].dtype == torch.bool for i in indices)  # type: ignore[union-attr]
     return masks or node.target in (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+
+
+def _refuse_sparse(graph: Graph) -> None:
+    for node in graph.nodes:
+        layout = getattr(node.meta.get("val"), "layout", torch.strided)
+        if layout != torch.strided:
+            raise ValueError(f"capture: {line_of(node)}: needs dense tensors, found one {SPARSE.format(layout)}")
 
 
 def _refuse_sparse_gradients(graph: Graph, trained: set[str]) -> None:

@@ -72,6 +72,7 @@ def functional_batch_norm(node: Node, build: Build) -> Node | None:
 
     mu = div(sum(x), n); d = sub(x, mu); v = div(sum(mul(d, d)), n)
     0: add(mul(mul(d, rsqrt(add(v, eps))), w), b)   3: (1-m) mean + m mu   4: (1-m) var + m v n/(n-1)
+    1: mu   2: rsqrt(add(v, eps))
     """
     known = arguments(node)
     outputs = {user.args[1]: user for user in node.users if calls(user, operator.getitem)}
@@ -81,6 +82,9 @@ def functional_batch_norm(node: Node, build: Build) -> Node | None:
     else:
         out, mean, variance = _from_batch(build, known)
         values = {0: out}
+        if 1 in outputs or 2 in outputs:
+            scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, known["eps"]))
+            values |= {1: build(aten.detach.default, mean), 2: build(aten.detach.default, scale)}
         if 3 in outputs or 4 in outputs:
             _, _, count = _channels(known["input"])
             unbiased = build(aten.mul.Tensor, variance, count / max(count - 1, 1))
@@ -88,7 +92,11 @@ def functional_batch_norm(node: Node, build: Build) -> Node | None:
             values[4] = _moved(build, known["running_var"], unbiased, known["momentum"])
     for position, user in outputs.items():
         value = values.get(position)
-        assert value is not None, f"normalize: batch norm output {position} is used by {user.name}"
+        if value is None:
+            raise ValueError(
+                "normalize: batch norm in evaluation has no statistics of its batch, found a use of them "
+                f"({user.name}); compute them from the batch"
+            )
         user.replace_all_uses_with(value)
         build.at.graph.erase_node(user)
     return None

@@ -101,8 +101,11 @@ def joined_again(node: Node, build: Build) -> Node | None:
 
 
 def masked_scatter(node: Node, build: Build) -> None:
-    """masked_scatter(x, expand(mask, [4, 8, 32]), y) --> masked_scatter(x, mask, y): whole rows are written"""
-    mask = arguments(node)["mask"]
+    """masked_scatter(x, expand(mask, [4, 8, 32]), y) --> masked_scatter(x, mask, y): whole rows are written; an x that
+    broadcasts to the mask is expanded"""
+    mask, x = arguments(node)["mask"], arguments(node)["self"]
+    if shape_of(x) != shape_of(node):
+        set_argument(node, "self", build(aten.expand.default, x, shape_of(node)))
     if calls(mask, aten.expand.default):
         set_argument(node, "mask", operand(mask))
 
