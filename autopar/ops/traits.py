@@ -174,6 +174,9 @@ FILLED = {
     aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
 
+# Rows of a source stand at the true entries of a mask, in order. Rules assume that each example has its own rows.
+IN_ORDER_OF_MASK = (aten.masked_scatter.default, torch.ops.autopar.filled_rows.default)
+
 FILL_VALUES: dict[OpOverload, Callable[[Node], Any]] = {
     aten.full.default: lambda call: call.args[1], aten.new_full.default: lambda call: call.args[2],
     aten.full_like.default: lambda call: call.args[1],

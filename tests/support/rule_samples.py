@@ -244,7 +244,7 @@ def _casts() -> Iterator[Sample]:
     yield call(aten.masked_fill.Tensor, normal(6, 12), truth(6, 12), torch.tensor(2.0, dtype=torch.float64))
     yield call(aten.clamp.Tensor, normal(6, 12), real(12), real(6, 1) + 1)
     yield call(ours.watch.default, integer(6, 4), 0.0, 100.0, None, "{found}", True)
-    for op in (aten.argmax.default, aten.isnan.default):
+    for op in (aten.argmax.default, aten.isnan.default, aten.isposinf.default, aten.isneginf.default):
         yield call(op, normal(6, 2))
 
 

@@ -12,7 +12,7 @@ Leaves      shapes, which stay global; Invariant values with a gradient, as thei
     y = mul(x, cos_s)                           y = mul(x, cos)
 
 A slice is not moved above an input, an op that needs its whole operand (a cumulative sum of floats; integers, such as
-positions counted in a mask, are scanned by shards), an op without tensor
+positions counted in a mask, are scanned by shards; rows that fill a mask), an op without tensor
 operands whose elements differ (arange), or a value with a user that needs all of it: slicing is cheaper than computing
 a shard twice. What is filled with one value (new_empty) is made as large as it is needed, also for a microbatch.
 """
@@ -28,7 +28,7 @@ from autopar.ir.conversions import conversion_of, convert, is_conversion
 from autopar.ir.graph import getitem_index, has_gradient, insert_call, placement, tensor_operands
 from autopar.ir.mesh import IN_TIME
 from autopar.ir.placement import Invariant, Placement, Replicate, Shard
-from autopar.ops.traits import FILLED
+from autopar.ops.traits import FILLED, IN_ORDER_OF_MASK
 from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
@@ -106,6 +106,8 @@ class _Moves:
         """The operands that are sharded with the result, and how. Raises RuleError if the rule has no such sharding, or
         if it needs a placement that slicing does not give."""
         assert isinstance(result, Shard)
+        if node.target in IN_ORDER_OF_MASK:
+            raise RuleError("rows of a shard follow those of the shards before it, unless a check at run time holds")
         if rows_sent(node, self.axis) and node.meta["val"].is_floating_point():
             raise RuleError("a sum over ranks rounds otherwise than the whole")
         rule = rule_of(node, self.axis, self.ctx.mesh, whole=self.replicate_ops)
