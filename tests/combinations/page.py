@@ -4,6 +4,7 @@ writes it. With names of features, only those rows are made anew."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -46,12 +47,17 @@ def text(results: Results) -> str:
     return HEAD + "\n".join([count, "", *lines, "", *(f"{n}. {words}" for words, n in told.items())]) + "\n"
 
 
+def without_folders(said: str) -> str:
+    """A refusal without the folder of the library whose line it names, and without names of one graph."""
+    return re.sub(r"_r at ", " at ", re.sub(r"/\S*site-packages/", "", said))
+
+
 def main() -> None:
     """The command."""
     known: Results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     chosen = sys.argv[1:] or list(FEATURES)
     for feature in track(chosen):
-        known[feature] = of_ranks(feature)
+        known[feature] = {way: without_folders(said) for way, said in of_ranks(feature).items()}
         for way, said in known[feature].items():
             print(f"{feature} | {way} | {said[:300]}", flush=True)
     known = {feature: known[feature] for feature in FEATURES if feature in known}
