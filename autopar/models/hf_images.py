@@ -466,21 +466,20 @@ class ImagesOfBatch:
     def _of_kind(self, kind: Kind, images: _Images, patches: int) -> dict[str, Any]:
         tower, pixels, rows = images.tower, images.pixels, len(images.grids)
         made: dict[str, list[Tensor]] = {}
-        orders, start = [], 0
-        for grids, places in zip(images.grids, images.mask.chunk(rows), strict=True):
+        padded, start = pixels.new_zeros(rows * patches, *pixels.shape[1:]), 0
+        for row, (grids, places) in enumerate(zip(images.grids, images.mask.chunk(rows), strict=True)):
             count = int(grids.prod(-1).sum())
             arguments, order = tower.arguments(torch.cat([grids, tower.padding(patches - count)]), self.lift)
             at = order.argsort()[: int(places.sum())]  # where the features of tokens are
             arguments[PLACES] = torch.full(places.shape, -1).masked_scatter(places, at)
             for name, x in arguments.items():
                 made.setdefault(name, []).append(x.unsqueeze(0) if "seqlens" in name else x)
-            moved = tower.of_patches(order)
-            orders.append(torch.where(moved < count, moved + start, len(pixels)))
+            own = tower.of_patches(order)[:count] + start  # padding comes last: no image takes patches of another one
+            padded[row * patches : row * patches + count] = pixels[own.to(pixels.device)]
             start += count
-        padded = torch.cat([pixels, pixels.new_zeros(1, *pixels.shape[1:])])  # the last is what padding consists of
         device = self.text["input_ids"].device
         return {
-            kind.pixels: padded.index_select(0, torch.cat(orders).to(pixels.device)),
+            kind.pixels: padded,
             kind.grids: torch.tensor([[1, tower.side, rows * patches // tower.side]]),
             kind.inputs: {name: torch.cat(parts).to(device) for name, parts in made.items()},
         }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import integrations
-from autopar.compile.model import capture_step
+from autopar.compile.model import capture_step, compile_model
 from autopar.compile.parameters import normalized
 from autopar.ir.batch import tensors_of
 from autopar.ir.graph import calls_of, global_shape
@@ -26,6 +26,7 @@ from autopar.models.hf_images import ImageReader
 from autopar.options import Options
 from autopar.rewrite.compilation import Compilation
 from autopar.runtime.inputs.image_padding import bucket
+from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
 from tests.integrations.loops import arguments, as_started, differences
 from tests.outside import vision_language as vision_language  # enters its models
@@ -229,6 +230,22 @@ def test_patches_are_given_in_the_order_of_windows() -> None:
 def test_buckets(patches: int, unit: int, padded: int) -> None:
     assert bucket(patches, unit) == padded
     assert padded % unit == 0 and (padded - patches) <= max(64 * unit, padded // 4)
+
+
+OTHERS = ["qwen3.5", "qwen2.5-omni thinker"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
+def test_other_models_that_take_what_depends_on_sizes(name: str, mesh: str) -> None:
+    model, batch = MODELS[f"transformers {name}"].make()
+    expected, on = eager(model, batch), Mesh.parse(mesh)
+    images = {"image": (batch.pop("pixel_values"), batch.pop("image_grid_thw"))}
+    reader = ImageReader(model, TransformersAdapter().prepare, lift=True)
+    given = reader.read(batch, images, 2).inputs({"image": 64})
+    compiled = compile_model(model, given, on, Options(), lift_to_float64=True, outputs=())
+    assert max(errors.worst for errors in MeshRun(compiled, model, given, on).errors(expected)) < LIMIT
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------
