@@ -25,7 +25,7 @@ from autopar.models.hf import TransformersAdapter
 from autopar.models.hf_images import ImageReader
 from autopar.options import Options
 from autopar.rewrite.compilation import Compilation
-from autopar.runtime.inputs.image_padding import bucket
+from autopar.runtime.inputs.image_padding import ImagePadder, bucket
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
 from tests.integrations.loops import arguments, as_started, differences
@@ -230,6 +230,20 @@ def test_patches_are_given_in_the_order_of_windows() -> None:
 def test_buckets(patches: int, unit: int, padded: int) -> None:
     assert bucket(patches, unit) == padded
     assert padded % unit == 0 and (padded - patches) <= max(64 * unit, padded // 4)
+
+
+@pytest.mark.parametrize(("lazy", "found"), [(True, [48, 48, 64, 128]), (False, [64, 64, 64, 128])])
+def test_batches_like_the_first_one_are_not_padded(lazy: bool, found: list[int]) -> None:
+    model = GRID_MODELS["qwen2"]()
+    padder = ImagePadder(model, 1, False, lambda sizes: (dict(sizes), dict(sizes)), lazy)
+    patches = []
+    for grids in ((S, W), (W, S), (L, S), (L, W)):
+        text, images = padder.apart(with_grids(grids))
+        patches.append(len(padder.fit(text, images)["pixel_values"]))
+    assert patches == found
+    uneven = ImagePadder(model, 1, False, lambda sizes: ({n: k // 2 for n, k in sizes.items()}, dict(sizes)), lazy)
+    text, images = uneven.apart(with_grids((S, W)))
+    assert len(uneven.fit(text, images)["pixel_values"]) == 64, "other ranks have fewer"
 
 
 OTHERS = ["qwen3.5", "qwen2.5-omni thinker"]

@@ -68,12 +68,14 @@ def bucket(patches: int, unit: int = 1) -> int:
 
 
 class ImagePadder:
-    """Pads the images of one model. ``extremes``: the least and the largest sizes on any rank, collective."""
+    """Pads the images of one model. ``extremes``: the least and the largest sizes on any rank, collective. ``lazy``:
+    batches with as many patches on each rank as the first one are not padded."""
 
-    def __init__(self, root: nn.Module, microbatches: int, lift: bool, extremes: Extremes) -> None:
+    def __init__(self, root: nn.Module, microbatches: int, lift: bool, extremes: Extremes, lazy: bool = False) -> None:
         reader = getattr(adapter_for(root), "image_reader", None)
         self.reader: Reader | None = reader(root, lift) if reader is not None else None
-        self.microbatches, self.extremes = microbatches, extremes
+        self.microbatches, self.extremes, self.lazy = microbatches, extremes, lazy
+        self._first: dict[str, int] = {}  # patches of the first batch
         self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # of the last batch
         self._patches: dict[str, int] = {}  # of the last batch, padded
 
@@ -119,7 +121,7 @@ class ImagePadder:
             found = read.patches()
         except Exception as error:  # of the model's own code, too: ranks raise together
             wrong = error
-        _, largest = self.extremes({**found, "wrong": int(wrong is not None)})
+        least, largest = self.extremes({**found, "wrong": int(wrong is not None)})
         if wrong is not None:
             raise wrong
         if largest.pop("wrong"):
@@ -127,7 +129,10 @@ class ImagePadder:
                 "padding: images need to fit the text on every rank, found that those of another rank do not; its "
                 "error says what is wrong"
             )
-        self._patches = {name: bucket(n, read.unit(name)) for name, n in largest.items()}
+        for name, n in largest.items():
+            self._first.setdefault(name, n)
+        exact = {n for n in largest if self.lazy and 0 < largest[n] == least[n] == self._first[n]}
+        self._patches = {name: n if name in exact else bucket(n, read.unit(name)) for name, n in largest.items()}
         return read.inputs(self._patches)
 
     def fit_again(self, text: dict[str, Any], images: Images) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class BatchPadder:
         self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
-        self.images = ImagePadder(root, microbatches, lift, self._extremes)
+        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy)
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
 
     def fit(self, batch: dict[str, Any], outputs: bool = False) -> dict[str, Any]:
