@@ -2,6 +2,7 @@
 
 hf, hf_masks, hf_batches, hf_configs, hf_checkpoints      transformers: attention and experts as single operators,
                                                           masks as facts, files under their names
+hf_images                                 images of any sizes as inputs of a step
 hf_versions                               how its versions differ
 tiny                                      small configs of many architectures, for tests and the demo
 

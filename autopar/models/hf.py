@@ -31,6 +31,7 @@ from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_examples import example_batches
 from autopar.models.hf_experts import dispatch_own_experts
 from autopar.models.hf_generation import generation_facts
+from autopar.models.hf_images import FLASH, ImageReader, images_within, read_inputs, reads_images
 from autopar.models.hf_masks import (
     OWN_MASKS,
     MaskFacts,
@@ -64,6 +65,9 @@ def attention_forward(
     A mask specifies the attention pattern completely; without one, a causal module is causal, as in its sdpa path.
     Queries of one example may attend to keys of many.
     """
+    borders = unused.get("cu_seq_lens_q")
+    if borders is not None and borders.dim() == 2:  # of rows of images (`models.hf_images`)
+        return _attention_in_rows(query, key, value, borders, dropout, scaling)
     query = query.expand(max(query.shape[0], key.shape[0]), -1, -1, -1)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -79,6 +83,20 @@ def attention_forward(
         float(softcap or 0.0), float(dropout), 0, [], [], [],
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attention_in_rows(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, dropout: float, scaling: float | None
+) -> tuple[Tensor, None]:
+    """q, k, v [1, H, B * S, D], numbers of images or windows [B, S] -> out [1, B * S, H, D]"""
+    _, heads, _, width = query.shape
+    rows, length = segments.shape
+    q, k, v = (x.reshape(heads, rows, length, width).transpose(0, 1) for x in (query, key, value))
+    scale = float(width**-0.5 if scaling is None else scaling)
+    out, _ = torch.ops.autopar.attention(
+        q, k, v, None, None, segments, None, None, False, 0, 0, 0, scale, 0.0, float(dropout), 0, [], [], []
+    )
+    return out.transpose(1, 2).reshape(1, rows * length, heads, width), None
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> Tensor | None:
@@ -153,12 +171,13 @@ class TransformersAdapter:
         if "use_cache" in known:
             arguments["use_cache"] = False
         _hook_recorded(model, arguments)
+        read_inputs(model, batch)
         return arguments
 
     @contextlib.contextmanager
     def context(self, batch: Mapping[str, Any]) -> Iterator[None]:
         given = batch.get("position_ids") is not None
-        with positions_from_user(given), facts_handed_inward(), masks_made_when_traced():
+        with positions_from_user(given), facts_handed_inward(), masks_made_when_traced(), images_within():
             yield
 
     @contextlib.contextmanager
@@ -171,6 +190,10 @@ class TransformersAdapter:
     ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
         """See `autopar.capture.front_end.as_captured`."""
         return positions_of_images(model, batch), static_inputs(batch)
+
+    def image_reader(self, model: nn.Module, lift: bool) -> ImageReader | None:
+        """See `autopar.runtime.inputs.image_padding`."""
+        return ImageReader(model, self.prepare, lift) if reads_images(model) else None
 
     def generation(self, model: nn.Module) -> GenerationFacts:
         return generation_facts(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]
@@ -299,7 +322,8 @@ class _NoModel(nn.Module):
         pass
 
 
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, mask_facts)
+for _name in (NAME, FLASH):
+    AttentionInterface.register(_name, attention_forward)
+    AttentionMaskInterface.register(_name, mask_facts)
 ExpertsInterface.register(NAME, experts_forward)
 ADAPTERS.append(TransformersAdapter())

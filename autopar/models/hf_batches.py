@@ -33,7 +33,7 @@ def batch_dims(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | No
     for patches, grids in PATCHES.items():
         if patches in batch and grids in batch:
             out |= {patches: 0, grids: 0}
-    return out
+    return out | {name: 0 for name in tensors if name.startswith(("image_inputs.", "video_inputs."))}
 
 
 def static_inputs(batch: Mapping[str, Any]) -> tuple[str, ...]:

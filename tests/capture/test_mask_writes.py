@@ -228,6 +228,21 @@ def zeroed_first(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
     return h
 
 
+def rows_of_the_same_places(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
+    """What the places hold already, and a mask that is handed about."""
+    rows = torch.cat((torch.tanh(h[m]) * f,), 0)
+    h = h.masked_scatter(m.unsqueeze(-1), rows).clone()
+    again = m.unsqueeze(-1)[..., 0].to(h.device)
+    h[again, :] = h[again, :] + rows
+    return h
+
+
+def rows_of_one_of_two_masks(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
+    """The places of one mask take, in order, what those of another one hold."""
+    both = torch.stack([m, m.roll(1, 1)], -1)
+    return h.masked_scatter(both[..., 0].unsqueeze(-1), h[both[..., 1]] * 3) + f.sum()
+
+
 BODIES: dict[str, Body] = {
     f.__name__: f
     for f in (
@@ -235,6 +250,7 @@ BODIES: dict[str, Body] = {
         positions_added, one_index, index_copied, index_added, scattered, index_put, index_put_in_place, row_by_row,
         row_by_row_in_a_list, views_of_rows, gathered_by_count, select_of_all, mixed, mixed_by_torch, loss_of_places,
         gate_of_places, checked, asserted, of_another_mask, narrow, zeroed_first,
+        rows_of_the_same_places, rows_of_one_of_two_masks,
     )
 }  # fmt: skip
 
@@ -264,6 +280,12 @@ def test_equal_to_the_written_rows(name: str) -> None:
         eager, ours = loss_and_gradients(model, given), loss_and_gradients(model, given, graph)
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(eager, ours, strict=True))
     assert not take_notes()
+
+
+def test_rows_of_the_same_places_are_not_counted() -> None:
+    graph = capture(made(rows_of_the_same_places), batch(2, 2, 2, 2))
+    sorts = [str(n.target) for n in graph.graph.nodes if "sort" in str(n.target) or "cumsum" in str(n.target)]
+    assert not sorts, "each place has its own row"
 
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

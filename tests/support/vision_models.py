@@ -2,11 +2,12 @@
 
 llava(images=2)      LLaVA: a CLIP tower of 5 patches per image, two images in each row of the batch
 qwen_vl(GRIDS)       Qwen2.5-VL: all patches in one row, windows, one image of each grid
+GRID_MODELS          more such models
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,22 +68,72 @@ def frozen_llava(rows: int = ROWS) -> Made:
     return model, batch
 
 
-def qwen_vl(grids: Sequence[Sequence[int]] = ((1, 4, 4),) * ROWS) -> Made:
-    """An image of (frames, height, width) patches in each row; its windows are of 4 x 4 patches."""
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={**_TEXT, "rope_parameters": rotary},
-        vision_config=_QWEN_TOWER,
-        image_token_id=IMAGE,
-        video_token_id=1,
-    )
-    model, batch = _made("Qwen2_5_VLForConditionalGeneration", config), _text(len(grids))
+def with_grids(grids: Sequence[Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
+    """A text with an image of (frames, height, width) patches in each row; no image for one without frames."""
+    torch.manual_seed(seed)
+    batch = _text(len(grids))
     for row, (t, h, w) in enumerate(grids):
         batch["input_ids"][row, 1 : 1 + t * h * w // 4] = IMAGE
     batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
-    patches = sum(t * h * w for t, h, w in grids)
-    pixels = torch.randn(patches, 96).double()
-    return model, batch | {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+    given = torch.tensor([grid for grid in grids if grid[0]])
+    return batch | {"pixel_values": torch.randn(int(given.prod(-1).sum()), 96).double(), "image_grid_thw": given}
+
+
+def part_with_grids(batch: dict[str, Tensor], grids: Sequence[Sequence[int]], at: int, parts: int) -> dict[str, Tensor]:
+    """The rows of one of ``parts`` ranks, and its images; a rank without images has no such inputs."""
+    rows = len(grids) // parts
+    counts = [t * h * w for t, h, w in grids]
+    before, own = sum(counts[: at * rows]), sum(counts[at * rows : (at + 1) * rows])
+    images = (
+        sum(1 for grid in grids[: at * rows] if grid[0]),
+        sum(1 for g in grids[at * rows : (at + 1) * rows] if g[0]),
+    )
+    names = ("pixel_values", "image_grid_thw")
+    mine = {name: x.chunk(parts)[at] for name, x in batch.items() if name not in names}
+    if own:
+        mine["pixel_values"] = batch["pixel_values"][before : before + own]
+        mine["image_grid_thw"] = batch["image_grid_thw"][images[0] : sum(images)]
+    return mine
+
+
+def qwen_vl(grids: Sequence[Sequence[int]] = ((1, 4, 4),) * ROWS) -> Made:
+    """An image of (frames, height, width) patches in each row; its windows are of 4 x 4 patches."""
+    return GRID_MODELS["qwen2.5"](), with_grids(grids)
+
+
+_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_ROTATED = {**_TEXT, "rope_parameters": _ROTARY}
+_IDS = {"image_token_id": IMAGE, "video_token_id": 1}
+_DEEP_TOWER = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+_GLM_TOWER = {
+    "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "out_hidden_size": 32, "intermediate_size": 64, "image_size": 16,
+}  # fmt: skip
+_OLD_TOWER = {
+    "depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 4, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+_FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def _reads_grids(name: str, text: dict[str, Any], tower: dict[str, Any]) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=tower, **_IDS)
+    return _made(f"{name}ForConditionalGeneration", config)
+
+
+# Models whose patches of all images lie in one row.
+GRID_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "qwen2": lambda: _reads_grids("Qwen2VL", _ROTATED, _OLD_TOWER),
+    "qwen2.5": lambda: _reads_grids("Qwen2_5_VL", _ROTATED, _QWEN_TOWER),
+    "qwen3": lambda: _reads_grids("Qwen3VL", _ROTATED, _DEEP_TOWER),
+    "qwen3 experts": lambda: _reads_grids("Qwen3VLMoe", {**_ROTATED, **_FOUR_EXPERTS}, _DEEP_TOWER),
+    "glm4v": lambda: _reads_grids(
+        "Glm4v", {**_TEXT, "rope_parameters": {**_ROTARY, "partial_rotary_factor": 1.0}}, _GLM_TOWER
+    ),
+}
 
 
 class TwoTowers(nn.Module):

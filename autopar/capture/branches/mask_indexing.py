@@ -196,9 +196,12 @@ class MaskIndexing:
         """Record the result of a call, if it is a mask, or the number of its rows."""
         if isinstance(made, Tensor) and not made.dim():
             self._note_count(function, args, kwargs, made)
-        if isinstance(made, Tensor) and made.dtype == torch.bool and known.plain_name(function) in known.OF_MASKS:
+        of_masks = (
+            isinstance(made, Tensor) and made.dtype == torch.bool and known.plain_name(function) in known.OF_MASKS
+        )
+        if of_masks and not any(made is x for x in args):  # mask.to(device) may be the mask
             self._keys[made] = (known.plain_name(function), self._key_of((args, kwargs)))
-            if known.plain_name(function) in ("view", "reshape", "flatten") and args[0].dtype == torch.bool:
+            if args[0].dtype == torch.bool and _is_view(function, args, made):
                 self._viewed[made] = args[0]
 
     def are_in(self, made: Any) -> bool:
@@ -454,6 +457,15 @@ class _Noted:
             for found in self._sets:
                 found.add(node)
             node = node._prev
+
+
+def _is_view(function: Any, args: tuple[Any, ...], made: Tensor) -> bool:
+    """Whether a mask has all entries of the first argument in their order: mask.flatten(), mask.to(device), and
+    mask[..., 0] of a dim of one."""
+    if known.plain_name(function) != "getitem":
+        return known.plain_name(function) in ("view", "reshape", "flatten", "unsqueeze", "to")
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return made.numel() == args[0].numel() and all(i is Ellipsis or (type(i) is int and i == 0) for i in index)
 
 
 def _picked(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:

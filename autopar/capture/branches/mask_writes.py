@@ -141,6 +141,9 @@ class MaskWrites:
             return ()
         with self._rows.looked_at(rows=False):
             flat, places = self._rows.mask_of(source), mask[..., 0]
+            if self._rows.mask_of_rows(mask) is flat:  # each place has its own row
+                made = self._rows.if_taken(torch.where(mask, source.view(x.shape), x), x, None)
+                return (x.copy_(made) if function is _TENSOR.masked_scatter_ else made,)
             order = flat.logical_not().to(torch.int64).argsort(stable=True)  # the selected ones first
             number = (places.flatten().cumsum(0) - 1).clamp(0, flat.shape[0] - 1)
             taken = source.index_select(0, order.index_select(0, number))

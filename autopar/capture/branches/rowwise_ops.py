@@ -86,7 +86,8 @@ def by_row(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_rows
         return "out" not in kwargs and (name != "where" or len(args) + len(kwargs) == 3)
     if name in ("cat", "stack", "concat"):
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        return all(is_rows(t) for t in x) and dim % (x[0].dim() + (name == "stack")) != 0
+        alone = len(x) == 1 and name != "stack"  # one tensor, as it is
+        return all(is_rows(t) for t in x) and (alone or dim % (x[0].dim() + (name == "stack")) != 0)
     if not is_rows(x):
         return False
     way = _WAYS.get(name)

@@ -48,7 +48,8 @@ def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str,
         everywhere(groups),
         facts | {name: str(value) for name, value in further.items()},
         "agree: the step and the shapes of the batch must be the same on all ranks",
-        "give every rank the same model, mesh, options and batch shapes: drop or pad an uneven last batch",
+        "give every rank the same model, mesh, options and batch shapes: drop or pad an uneven last batch, "
+        'or pass padding="auto"',
     )
 
 

@@ -28,6 +28,7 @@ from autopar.capture.trace.export import flatten, paths, unflatten
 from autopar.ir.batch import map_tensors, tensors_of
 from autopar.plan import Plan
 from autopar.runtime.fault.errors import explained
+from autopar.runtime.inputs.image_padding import ImagePadder
 from autopar.runtime.inputs.padded_outputs import Growth, Sizes, differences, growth_of, without_padding
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local
@@ -41,7 +42,7 @@ MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_
 # Inputs of transformers models, [rows, tokens, ...] each, and their fill values.
 FILLED: dict[str, Any] = {
     "input_ids": TOKEN, "decoder_input_ids": TOKEN, "labels": IGNORED, "attention_mask": 0,
-    "decoder_attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "inputs_embeds": 0,
+    "decoder_attention_mask": 0, "token_type_ids": 0, "mm_token_type_ids": 0, "position_ids": 0, "inputs_embeds": 0,
     "decoder_inputs_embeds": 0,
 }  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
@@ -102,7 +103,7 @@ Call = str  # what a call of the model is given, but for sizes and values
 
 class BatchPadder:
     """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``of_rank``: these
-    are plain tensors of this rank's examples."""
+    are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`."""
 
     def __init__(
         self,
@@ -112,6 +113,8 @@ class BatchPadder:
         groups: Groups,
         evaluate: Evaluate,
         of_rank: bool = False,
+        lift: bool = False,
+        microbatches: int = 1,
     ) -> None:
         self.buckets, self.root, self.plan, self.groups, self.evaluate = buckets, root, plan, groups, evaluate
         self.fill, self.of_rank = FILLED | dict(buckets.pad), of_rank
@@ -122,6 +125,7 @@ class BatchPadder:
         self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
+        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy)
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
 
     def fit(self, batch: dict[str, Any], outputs: bool = False) -> dict[str, Any]:
@@ -129,6 +133,10 @@ class BatchPadder:
         largest on any rank."""
         if self.busy:
             return batch
+        text, images = self.images.apart(batch)
+        return self.images.fit(self._fitted(text, outputs), images)
+
+    def _fitted(self, batch: dict[str, Any], outputs: bool) -> dict[str, Any]:
         least, largest = self._extremes(self._sizes(batch) | {"": len(self._unknown(batch))})
         if least.pop("") == largest.pop("") > 0 and self._learn(batch):
             least, largest = self._extremes(self._sizes(batch))
@@ -186,7 +194,9 @@ class BatchPadder:
         return repr((sorted(batch), sorted(constants, key=repr), sorted((n, alike[n]) for n in alike if n != "rows")))
 
     def longer(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The batch padded to the next lengths; None if there are none."""
+        """The batch padded to the next lengths; None if there are none, or images beside it."""
+        if self.images.active:
+            return None
         sizes, limit = self._sizes(batch), self._limit()
         tokens = {name: size for name, size in sizes.items() if name != "rows" and size}
         if not tokens or any(size == limit for size in tokens.values()):
@@ -199,11 +209,13 @@ class BatchPadder:
 
     def padded_again(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The last batch, padded to the same sizes once more."""
-        return self._padded(batch, self._last) if self._sizes(batch) != self._last else dict(batch)
+        text, images = self.images.apart_again(dict(batch))
+        text = self._padded(text, self._last) if self._sizes(text) != self._last else text
+        return self.images.fit_again(text, images)
 
     def trimmed(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         """Outputs [rows, tokens, ...] of the last batch without the padding, except in dims that are sharded."""
-        before, after = self._sizes(batch), self._last
+        before, after = self._sizes(self.images.apart_again(dict(batch))[0]), self._last
         if self.busy or before == after:
             return outputs
         if self.of_rank:

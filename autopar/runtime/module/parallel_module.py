@@ -184,7 +184,8 @@ class ParallelModule(ModuleFacade):
             with torch.no_grad():
                 return self._evaluated((), batch)
 
-        fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, evaluate, self._of_rank)
+        how = (evaluate, self._of_rank, self._lift_to_float64, self._cache.microbatches)
+        fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, *how)
         self._fitter = fitter
         if ahead is not None:
             self._cache.ahead = lambda structure, batch, how: ahead(structure, batch, fitter.longer(batch), how)

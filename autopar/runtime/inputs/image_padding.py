@@ -1,0 +1,167 @@
+"""Images of any sizes, padded to a few numbers of patches: a part of `parallelize(model, mesh, padding="bucket")`.
+
+    rank 0: patches [80, 96], grids [[1, 4, 4], [1, 8, 8]]         [128, 96] on both ranks, and what a model
+    rank 1: patches [112, 96], grids [[1, 8, 12], [1, 4, 4]]  -->  computes from the grids as tensors
+
+Where a model can take what depends on the sizes of images as inputs, a library's adapter makes these
+(``image_reader``), and sizes need not be the same on all ranks, or in all steps. Each rank brings as many patches as
+the one with the most, in each of its microbatches; a rank without images brings nothing but padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.front_end import adapter_for
+
+LEAST = 64  # patches
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
+DIMS = 4  # of a patch, at most
+Images = dict[str, tuple[Tensor, Tensor]]  # kind -> patches, grids
+Extremes = Callable[[Mapping[str, int]], tuple[dict[str, int], dict[str, int]]]
+
+
+class OfBatch(Protocol):
+    """The images of a rank's batch."""
+
+    def patches(self) -> dict[str, int]:
+        """Kind -> the most patches that a microbatch has."""
+        ...
+
+    def unit(self, name: str) -> int:
+        """What the number of patches of a kind is to be a multiple of."""
+        ...
+
+    def inputs(self, patches: Mapping[str, int]) -> dict[str, Any]:
+        """The batch, with so many patches of each kind in each microbatch."""
+        ...
+
+
+class Reader(Protocol):
+    """What an adapter knows of the images of a model."""
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, str]]:
+        """Kind of images -> the names of its patches [P, ...] and of its grids [N, 3]."""
+        ...
+
+    def refusal(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Why the graph depends on the sizes of images; "" if it does not. shapes: kind -> that of a patch."""
+        ...
+
+    def read(self, text: dict[str, Any], images: Images, rows: int) -> OfBatch:
+        """The images of a batch in ``rows`` microbatches. Raises ValueError if they do not fit the text."""
+        ...
+
+
+def bucket(patches: int, unit: int = 1) -> int:
+    """The padded number of patches: four sizes for each power of two, so that at most a quarter is padding."""
+    step = max(LEAST, 1 << max((patches - 1).bit_length() - 3, 0))
+    step = math.lcm(step, unit)
+    return max(-(-patches // step), 1) * step
+
+
+class ImagePadder:
+    """Pads the images of one model. ``extremes``: the least and the largest sizes on any rank, collective. ``lazy``:
+    batches with as many patches on each rank as the first one are not padded."""
+
+    def __init__(self, root: nn.Module, microbatches: int, lift: bool, extremes: Extremes, lazy: bool = False) -> None:
+        reader = getattr(adapter_for(root), "image_reader", None)
+        self.reader: Reader | None = reader(root, lift) if reader is not None else None
+        self.microbatches, self.extremes, self.lazy = microbatches, extremes, lazy
+        self._first: dict[str, int] = {}  # patches of the first batch
+        self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # of the last batch
+        self._patches: dict[str, int] = {}  # of the last batch, padded
+
+    @property
+    def active(self) -> bool:
+        """Whether the last batch had images that were padded."""
+        return bool(self._kinds)
+
+    def apart(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Images]:
+        """(the batch without images, images), the same kinds on all ranks. No images where they stay in the batch.
+        Collective."""
+        self._kinds = {}
+        if self.reader is None:
+            return batch, {}
+        _, largest = self.extremes(self._sizes(batch if batch.get("input_ids") is not None else {}))
+        for name in self.reader.kinds:
+            shape = tuple(n for n in (largest[f"{name}.{d}"] for d in range(DIMS)) if n)
+            if shape:
+                self._kinds[name] = DTYPES[largest[f"{name} dtype"] - 1], shape
+        if reason := self.reader.refusal({name: shape for name, (_, shape) in self._kinds.items()}):
+            self._kinds = {}
+            self._compare(batch, reason)
+        return self.apart_again(batch)
+
+    def apart_again(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Images]:
+        """`apart` for the last batch."""
+        images, rest = {}, dict(batch)
+        for name, (dtype, shape) in self._kinds.items():
+            pixels, grids = (rest.pop(n, None) for n in self.reader.kinds[name])  # type: ignore[union-attr]
+            empty = torch.empty(0, *shape, dtype=dtype), torch.empty(0, 3, dtype=torch.int64)
+            images[name] = empty if pixels is None else (pixels, grids)
+        return rest, images
+
+    def fit(self, text: dict[str, Any], images: Images) -> dict[str, Any]:
+        """The inputs of the step, from the two parts of a batch. Collective. Raises, on all ranks, for images that do
+        not fit the text of a rank."""
+        if not images:
+            return text
+        assert self.reader is not None
+        wrong, found = None, dict.fromkeys(images, 0)
+        try:
+            read = self.reader.read(text, images, self.microbatches)
+            found = read.patches()
+        except Exception as error:  # of the model's own code, too: ranks raise together
+            wrong = error
+        least, largest = self.extremes({**found, "wrong": int(wrong is not None)})
+        if wrong is not None:
+            raise wrong
+        if largest.pop("wrong"):
+            raise ValueError(
+                "padding: images need to fit the text on every rank, found that those of another rank do not; its "
+                "error says what is wrong"
+            )
+        for name, n in largest.items():
+            self._first.setdefault(name, n)
+        exact = {n for n in largest if self.lazy and 0 < largest[n] == least[n] == self._first[n]}
+        self._patches = {name: n if name in exact else bucket(n, read.unit(name)) for name, n in largest.items()}
+        return read.inputs(self._patches)
+
+    def fit_again(self, text: dict[str, Any], images: Images) -> dict[str, Any]:
+        """`fit` for the last batch."""
+        if not images:
+            return text
+        assert self.reader is not None
+        return self.reader.read(text, images, self.microbatches).inputs(self._patches)
+
+    def _compare(self, batch: Mapping[str, Any], reason: str) -> None:
+        """Raises ValueError, on all ranks, if sizes of images differ between ranks."""
+        assert self.reader is not None
+        names = [grids for _, grids in self.reader.kinds.values() if batch.get(grids) is not None]
+        told = repr([(name, batch[name].tolist()) for name in names]).encode()
+        least, largest = self.extremes({"sizes": int.from_bytes(hashlib.sha256(told).digest()[:7], "big")})
+        if least != largest:
+            raise ValueError(
+                "padding: all ranks need images of the same sizes in the same order, since the graph of this model "
+                f"depends on them ({reason}), found other {' or '.join(names) or 'images'} on other ranks; resize "
+                "images, or sort them into batches by size"
+            )
+
+    def _sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Of each kind, the shape of a patch and the number of its dtype; zeros without images."""
+        found: dict[str, int] = {}
+        assert self.reader is not None
+        for name, (pixels, grids) in self.reader.kinds.items():
+            x = batch.get(pixels) if batch.get(grids) is not None else None
+            shape = tuple(x.shape[1:]) if isinstance(x, Tensor) and x.dtype in DTYPES and x.dim() <= DIMS + 1 else ()
+            found |= {f"{name}.{d}": shape[d] if d < len(shape) else 0 for d in range(DIMS)}
+            found[f"{name} dtype"] = DTYPES.index(x.dtype) + 1 if isinstance(x, Tensor) and shape else 0
+        return found
