@@ -160,6 +160,17 @@ def counted_up(s: Reading, h: Tensor, x: Tensor, real: Tensor, m: Tensor) -> Ten
     return placed(h, (f + s.embed(torch.arange(f.shape[0]) % 16).unsqueeze(1)).flatten(0, 1), m)
 
 
+def two_tables(s: Reading, h: Tensor, x: Tensor, real: Tensor, m: Tensor) -> Tensor:
+    """Tokens beyond a table are in another one, as in torchtune."""
+    tokens = torch.where(m, 3, m.cumsum(1) + 7)
+    mask = tokens < 5
+    low, high = torch.masked_select(tokens, mask), torch.masked_select(tokens, ~mask) - 5
+    wide = mask.unsqueeze(-1).expand(*h.shape)
+    out = torch.empty(*h.shape, dtype=h.dtype).masked_scatter(wide, F.embedding(low, s.embed.weight[:5]))
+    out = out.masked_scatter(~wide, F.embedding(high, s.embed.weight[5:]))
+    return h + out + s.patches(x).mean() * 0.1 + s.query.sum() * 0.1
+
+
 def in_eval_mode(s: Reading, h: Tensor, x: Tensor, real: Tensor, m: Tensor) -> Tensor:
     f = s.encoded(x[real]).transpose(1, 2)
     f = F.batch_norm(f, s.query[0].detach(), s.query[0].detach() ** 2, training=False)
@@ -170,7 +181,7 @@ FEATURES = {f.__name__: f for f in (pieces, pieces_of_parts, whole, by_sizes, by
 BODIES: dict[str, Body] = {
     **{n: lambda s, h, x, r, m, f=f: placed(h, f(s, h, x, r, m), m) for n, f in FEATURES.items()},
     **{f.__name__: f for f in (assigned, nested, two_masks, same_mask_twice, sizes_in_numbers, joined_with_others,
-                               by_number, counted_up, in_eval_mode)},
+                               by_number, counted_up, two_tables, in_eval_mode)},
 }  # fmt: skip
 
 

@@ -253,15 +253,29 @@ class MaskIndexing:
             self._keys[made] = (known.plain_name(function), self._key_of((args, kwargs)))
             if known.plain_name(function) in ("view", "reshape", "flatten") and args[0].dtype == torch.bool:
                 self._viewed[made] = args[0]
-            self._note_wide(args[0], made)
+            self._note_wide(function, args[0], made)
 
-    def _note_wide(self, x: Any, made: Tensor) -> None:
-        """Record mask[..., None] and what expands it along this dim."""
+    def _note_wide(self, function: Any, x: Any, made: Tensor) -> None:
+        """Record mask[..., None], what expands it along this dim, and its opposite."""
+        if (
+            isinstance(x, Tensor)
+            and x in self._wide
+            and known.plain_name(function) in ("invert", "bitwise_not", "logical_not")
+        ):
+            with self.looked_at(rows=False):
+                opposite = function(self._wide[x])
+            self.note(function, (self._wide[x],), {}, opposite)
+            self._wide[made] = opposite
+            return
         base = self._wide.get(x, x) if isinstance(x, Tensor) and x.dtype == torch.bool else None
         if base is None or made.dim() != base.dim() + 1 or made.shape[:-1] != base.shape:
             return
         if x is not base or (made.shape[-1] == 1 and made.stride()[:-1] == base.stride()):
             self._wide[made] = base
+
+    def is_wide(self, mask: Tensor) -> bool:
+        """Whether a mask is the same along its last dim."""
+        return mask.shape[-1] == 1 or mask.stride(-1) == 0 or mask in self._wide
 
     def narrow(self, mask: Tensor) -> Tensor:
         """A mask that is the same along its last dim, without this dim."""
@@ -469,6 +483,11 @@ class MaskIndexing:
             if name in known.WITH_POLES:
                 args, kwargs = pytree.tree_map(
                     lambda x: self.harmless(x, mask) if self.are_rows(x) else x, (args, kwargs)
+                )
+            if name in known.BY_INDEX:
+                args, kwargs = pytree.tree_map(
+                    lambda x: self.with_zeros(x, mask) if self.are_rows(x) and not x.is_floating_point() else x,
+                    (args, kwargs),
                 )
             return (self._keep(function(*args, **kwargs), mask),)
 

@@ -148,7 +148,7 @@ class MaskWrites:
         rows = self._rows.are_rows(source)
         if not (rows or self._rows.in_branch()) or self._rows.are_rows(x) or self._rows.are_rows(mask):
             return ()
-        alike = mask.dim() == x.dim() > 1 and (mask.shape[-1] == 1 or mask.stride(-1) == 0)
+        alike = mask.dim() == x.dim() > 1 and self._rows.is_wide(mask)
         if not alike or source.shape[-1:] != x.shape[-1:] or mask.shape[:-1] != x.shape[:-1]:
             return ()
         if rows and source.dim() != 2:

@@ -34,6 +34,8 @@ WITH_POLES = _words(
     "atan2 tan remainder fmod mod addcdiv norm vector_norm normalize std var logsumexp cosine_similarity abs exp exp2 "
     "expm1 sinh cosh"
 )
+# Functions that read at integers, of which zero is always one.
+BY_INDEX = _words("embedding gather take_along_dim one_hot")
 _OVER_DIMS = _words(
     "softmax log_softmax logsumexp sum mean amax amin argmax argmin max min prod std var norm normalize cumsum "
     "cosine_similarity sort any all count_nonzero cumprod argsort topk median logcumsumexp diff roll"
