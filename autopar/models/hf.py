@@ -14,6 +14,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def attention_forward(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         facts = MaskFacts(causal=bool(causal) and query.shape[2] > 1)
     elif isinstance(attention_mask, MaskFacts):
-        facts = attention_mask
+        facts = _as_without(attention_mask, getattr(module, "is_causal", True) if is_causal is None else is_causal)
     else:
         facts = MaskFacts(tensor=attention_mask)
     bias = _bias(facts.tensor, position_bias, query)
@@ -97,6 +98,20 @@ def _attention_in_rows(
         q, k, v, None, None, segments, None, None, False, 0, 0, 0, scale, 0.0, float(dropout), 0, [], [], []
     )
     return out.transpose(1, 2).reshape(1, rows * length, heads, width), None
+
+
+def _as_without(facts: MaskFacts, is_causal: bool) -> MaskFacts:
+    """The pattern of a module that is not causal by itself (PaliGemma's) and may get no mask instead of a causal
+    one."""
+    if is_causal or not facts.causal or not facts.left_out:
+        return facts
+    if facts.key_mask is not None:
+        raise ValueError(
+            "capture: transformers attends in both directions here where no token is padding, and causally where one "
+            "is; pass token_type_ids, which say what the model should attend to, leave attention_mask out, or use "
+            "attn_implementation='eager', which is causal"
+        )
+    return replace(facts, causal=False)
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> Tensor | None:

@@ -85,7 +85,8 @@ def masks_made_when_traced() -> Iterator[None]:
 class MaskFacts:
     """A mask specification, with fields as in `autopar.ops.mask_spec.MaskSpec`. ``tensor``: a materialized mask
     instead of the other fields, bool (True = attend) or additive. ``make`` creates the mask [B, 1, Sq, Sk] that the
-    model's own attention would get: additive for "eager" attention, else bool."""
+    model's own attention would get: additive for "eager" attention, else bool. ``left_out``: transformers gives its own
+    attention no mask instead, where no token is padding, and leaves it to the module whether that is causal."""
 
     causal: bool = False
     window: int = 0
@@ -93,6 +94,7 @@ class MaskFacts:
     key_mask: Tensor | None = None
     segments: Tensor | None = None
     tensor: Tensor | None = None
+    left_out: bool = False
     make: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
 
     def whole(self) -> Tensor:
@@ -134,11 +136,12 @@ def mask_facts(
     **others: Any,
 ) -> MaskFacts:
     """transformers' mask interface. ``attention_mask``: bool [B, Sk], True = a token, False = padding."""
+    eager = getattr(others.get("config"), OWN_MASKS, None) == "eager"
+    left_out = not eager and q_length == kv_length  # what else there may be makes another pattern
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if _indexes(mask_function):
         others["use_vmap"] = False  # its indices broadcast
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    eager = getattr(others.get("config"), OWN_MASKS, None) == "eager"
     own, plain = (
         cast(Callable[[], Tensor], functools.partial(made, *sizes, mask_function, attention_mask, **others))
         for made in (masking_utils.eager_mask if eager else masking_utils.sdpa_mask, masking_utils.sdpa_mask)
@@ -155,7 +158,9 @@ def mask_facts(
         facts = replace(facts, key_mask=padded.bool())
     longest = max(q_length, kv_length)
     window = facts.window if facts.window < longest else 0
-    return replace(facts, window=window, chunk=facts.chunk if facts.chunk < longest else 0, make=own)
+    chunk = facts.chunk if facts.chunk < longest else 0
+    left_out = left_out and not (window or chunk or facts.segments is not None)
+    return replace(facts, window=window, chunk=chunk, left_out=left_out, make=own)
 
 
 def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:

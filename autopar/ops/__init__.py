@@ -5,7 +5,7 @@ attention, mask_spec, kernels     softmax attention whose mask is given by argum
 cached_attention                  of a step's tokens of several requests to keys in pages; writes to them
 cross_entropy, vocab_parallel     losses per row, and with embeddings over a sharded vocabulary
 ctc                               a loss per example
-filled_rows                       rows at the true entries of a mask
+filled_rows, placed_rows          rows, or those that a mask selects, at the true entries of a mask
 dropout                           masks that depend on a seed and positions alone; on GPUs one Triton kernel
 random_numbers                    numbers of other distributions, likewise
 random_recipes                    torch's random operators in terms of them, in eager runs, too
@@ -30,6 +30,7 @@ from autopar.ops import (
     filled_rows,
     gradient,
     grouped_experts,
+    placed_rows,
     random_numbers,
     value_checks,
     vocab_parallel,
@@ -47,6 +48,7 @@ __all__ = [
     "filled_rows",
     "gradient",
     "grouped_experts",
+    "placed_rows",
     "random_numbers",
     "scaled_experts",
     "scaled_products",

@@ -332,6 +332,22 @@ def filled_rows_rule(call: Call) -> Rule:
     return call.rule([taken, (b, *places)], [(b, *places, *width)], blocked=blocked, linear=(frozenset({0}),))
 
 
+def placed_rows_rule(call: Call) -> Rule:
+    """rows (b·k, w...), selected (b·k), places (b, s...) -> (b, s..., w...): examples may be sharded if each has as
+    many selected rows as places, which is checked at run time."""
+    rows, places = call.shape("rows"), call.shape("places")
+    own = rows[0] % places[0] == 0
+    b, k = call.factor("b", places[0]), call.factor("k" if own else "n", rows[0] // places[0] if own else rows[0])
+    others = [call.factor(f"s{i}", n) for i, n in enumerate(places[1:])]
+    width = [call.factor(f"w{i}", n) for i, n in enumerate(rows[1:])]
+    taken = (*(b if own else ()), *k)
+    free = {*(b if own else ()), *(f for dim in width for f in dim)}
+    blocked = {f: "rows are placed in order" for f in call.sizes if f not in free}
+    return call.rule(
+        [(taken, *width), (taken,), (b, *others)], [(b, *others, *width)], blocked=blocked, linear=(frozenset({0}),)
+    )
+
+
 # --- losses ----------------------------------------------------------------------------------------------
 
 

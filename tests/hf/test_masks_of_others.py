@@ -12,6 +12,7 @@ from transformers import masking_utils
 
 from autopar.capture.front_end import capture
 from autopar.ir.mesh import Mesh
+from autopar.models import hf as hf  # registers the adapter
 from autopar.options import Options
 from autopar.testing.harness import check_model
 
@@ -93,3 +94,18 @@ def test_attention_in_own_code_beside_the_registry_in_one_config() -> None:
     batch = {n: torch.randn(s, generator=g, dtype=torch.float64) for n, s in shapes.items()}
     batch["past_observed_mask"] = torch.ones(4, 10, dtype=torch.float64)
     assert check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3)).worst < 1e-10
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_that_is_not_causal_by_itself(attention: str) -> None:
+    """Without a mask PaliGemma attends in both directions, but causally with its attention written out."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.GemmaConfig(
+        **sizes, num_key_value_heads=1, head_dim=8, vocab_size=32, use_bidirectional_attention=True
+    )
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = transformers.GemmaForCausalLM(config).double()
+    ids = torch.randint(0, 32, (2, 6))
+    batch = {"input_ids": ids, "labels": ids}
+    assert check_model(model, batch, Mesh.of(dp=2)).worst < 1e-10

@@ -137,6 +137,144 @@ def _internvl() -> Made:
     return hf("InternVLForConditionalGeneration", config, _images())
 
 
+def _padded() -> dict[str, Tensor]:
+    """Up to two images for each row, of four tokens each; those that are missing are zeros."""
+    batch, images, mask = labelled(), draw(ROWS, 2, 3, 16, 16), torch.ones(ROWS, 2, 16, 16, dtype=torch.int64)
+    mask[0, :, 8:] = 0
+    images[1, 1] = images[2, 0] = 0
+    mask[1, 1] = mask[2, 0] = 0
+    for row, own in enumerate(images.flatten(2)):
+        batch["input_ids"][row, 1 : 1 + 4 * int(own.any(1).sum())] = IMAGE
+    return {**batch, "pixel_values": images, "pixel_attention_mask": mask}
+
+
+def _idefics3() -> Made:
+    config = conf(
+        "Idefics3Config", text_config=conf("LlamaConfig", **TEXT), vision_config=PATCHES, image_token_id=IMAGE,
+        scale_factor=2,
+    )  # fmt: skip
+    return hf("Idefics3ForConditionalGeneration", config, _padded())
+
+
+def _smolvlm() -> Made:
+    config = conf(
+        "SmolVLMConfig", text_config=conf("LlamaConfig", **TEXT), vision_config=PATCHES, image_token_id=IMAGE,
+        scale_factor=2,
+    )  # fmt: skip
+    return hf("SmolVLMForConditionalGeneration", config, _padded())
+
+
+def _idefics2() -> Made:
+    resampler = {
+        "hidden_size": 32, "rms_norm_eps": 1e-6, "resampler_n_latents": 4, "resampler_depth": 1,
+        "resampler_n_heads": 4, "resampler_head_dim": 8, "num_key_value_heads": 2,
+    }  # fmt: skip
+    config = conf(
+        "Idefics2Config", text_config=conf("MistralConfig", **TEXT), vision_config=PATCHES, image_token_id=IMAGE,
+        perceiver_config=resampler,
+    )  # fmt: skip
+    return hf("Idefics2ForConditionalGeneration", config, _padded())
+
+
+BERT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _modernvbert() -> Made:
+    text = {**BERT, "model_type": "modernbert", "bos_token_id": 1, "eos_token_id": 3, "cls_token_id": 1,
+            "sep_token_id": 3, "global_attn_every_n_layers": 2, "local_attention": 8}  # fmt: skip
+    tower = {**PATCHES, "model_type": "siglip_vision_model"}
+    config = conf(
+        "ModernVBertConfig", text_config=text, vision_config=tower, image_token_id=IMAGE, pixel_shuffle_factor=2
+    )
+    return hf("ModernVBertForMaskedLM", config, _padded())
+
+
+def _ultravbert() -> Made:
+    text = {**BERT, "model_type": "ultrabert"}
+    tower = {**PATCHES, "model_type": "siglip_vision_model", "vision_use_head": False}
+    config = conf(
+        "UltraVBertConfig", text_config=text, vision_config=tower, image_token_id=IMAGE, pixel_shuffle_factor=2
+    )
+    return hf("UltraVBertForMaskedLM", config, _padded())
+
+
+def _cohere2_vision() -> Made:
+    config = conf(
+        "Cohere2VisionConfig",
+        text_config=conf("Cohere2Config", **TEXT),
+        vision_config=conf("SiglipVisionConfig", **PATCHES, vision_use_head=False),
+        image_token_id=IMAGE,
+        alignment_intermediate_size=64,
+    )
+    return hf("Cohere2VisionForConditionalGeneration", config, _images())
+
+
+def _kosmos2() -> Made:
+    text = {
+        "vocab_size": 64, "embed_dim": 32, "layers": 1, "ffn_dim": 64, "attention_heads": 4, "dropout": 0.0,
+        "max_position_embeddings": 64, "attention_dropout": 0.0, "pad_token_id": 0,
+    }  # fmt: skip
+    config = conf("Kosmos2Config", text_config=text, vision_config=PATCHES, latent_query_num=4)
+    batch = _images()
+    places = (batch["input_ids"] == IMAGE).long()
+    return hf("Kosmos2ForConditionalGeneration", config, {**batch, "image_embeds_position_mask": places})
+
+
+def _fuyu() -> Made:
+    text = {**BERT, "model_type": "persimmon", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    config = conf("FuyuConfig", text_config=text, image_size=16, patch_size=4, image_token_id=IMAGE)
+    batch = _images()
+    del batch["pixel_values"]
+    return hf("FuyuForCausalLM", config, {**batch, "image_patches": draw(ROWS, 4, 48)})
+
+
+def _ovis2() -> Made:
+    tower = {**PATCHES, "num_hidden_layers": 1, "hidden_stride": 2, "vocab_size": 32, "num_visual_indicator_tokens": 2}
+    config = conf(
+        "Ovis2Config",
+        text_config=conf("Qwen2Config", **TEXT),
+        vision_config=tower,
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[5, 6],
+        vocab_size=64,
+        hidden_size=32,
+    )
+    return hf("Ovis2ForConditionalGeneration", config, _images())
+
+
+def _llama4() -> Made:
+    text = {
+        **LLAMA, "intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "attention_chunk_size": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }  # fmt: skip
+    tower = {
+        **PATCHES, "intermediate_size": 128, "vision_output_dim": 64, "projector_input_dim": 64,
+        "projector_output_dim": 64,
+    }  # fmt: skip
+    config = conf("Llama4Config", text_config=text, vision_config=tower, image_token_index=IMAGE)
+    return hf("Llama4ForConditionalGeneration", config, _images())
+
+
+def _mllama() -> Made:
+    text = {**LLAMA, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    tower = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1,
+        "attention_heads": 4, "image_size": 16, "patch_size": 4, "max_num_tiles": 2, "vision_output_dim": 64,
+        "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]], "intermediate_layers_indices": [0],
+    }  # fmt: skip
+    config = conf("MllamaConfig", text_config=text, vision_config=tower, image_token_index=63)
+    batch = labelled()
+    shape, tokens = (ROWS, 1), batch["input_ids"].shape[1]
+    tiles = torch.ones(*shape, 2, dtype=torch.int64)
+    seen = torch.ones(ROWS, tokens, 1, 2, dtype=torch.int64)
+    images = {"pixel_values": draw(*shape, 2, 3, 16, 16), "aspect_ratio_mask": tiles, "cross_attention_mask": seen}
+    ratios = torch.ones(*shape, dtype=torch.int64)
+    return hf("MllamaForConditionalGeneration", config, {**batch, **images, "aspect_ratio_ids": ratios})
+
+
 TABLE: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
     "qwen3-vl": (_qwen3_vl, {}),
     "qwen3-vl-moe": (_qwen3_vl_moe, {"experts": True}),
@@ -147,6 +285,17 @@ TABLE: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
     "llava-next": (_llava_next, {}),
     "llava-onevision": (_llava_onevision, {}),
     "internvl": (_internvl, {}),
+    "idefics2": (_idefics2, {}),
+    "idefics3": (_idefics3, {}),
+    "smolvlm": (_smolvlm, {}),
+    "modernvbert": (_modernvbert, {}),
+    "ultravbert": (_ultravbert, {}),
+    "cohere2-vision": (_cohere2_vision, {}),
+    "kosmos2": (_kosmos2, {}),
+    "fuyu": (_fuyu, {}),
+    "ovis2": (_ovis2, {}),
+    "llama4 with images": (_llama4, {}),
+    "mllama": (_mllama, {}),
 }
 for _name, (_build, _facts) in TABLE.items():
     entry("transformers", _name, "transformers", tokens=True, **_facts)(_build)

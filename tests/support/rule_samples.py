@@ -258,7 +258,7 @@ def _selections() -> Iterator[Sample]:
 
 
 def _filled() -> Iterator[Sample]:
-    """masked_scatter, filled_rows: each example has its own two rows of the source."""
+    """masked_scatter, filled_rows, placed_rows: each example has its own two rows of the source."""
     two = torch.tensor([[1, 1, 0], [0, 1, 1]]).bool()
     for rows in ((4, 6), (2, 2, 6)):
         yield call(aten.masked_scatter.default, normal(2, 3, 6), two[..., None], normal(*rows))
@@ -267,6 +267,10 @@ def _filled() -> Iterator[Sample]:
     yield call(aten.masked_scatter.default, normal(2, 3, 6), two[..., None], normal(5, 6))
     for shape in ((4, 6), (4,), (4, 2, 6)):
         yield call(ours.filled_rows.default, normal(*shape), two, "{found}")
+    chosen = torch.tensor([1, 0, 1, 0, 1, 1]).bool()
+    for width in ((), (6,), (2, 6)):
+        yield call(ours.placed_rows.default, normal(6, *width), chosen, two, "{found}")
+    yield call(ours.placed_rows.default, normal(3, 2), torch.tensor([1, 1, 0]).bool(), two[0], "{found}")
     yield call(ours.filled_rows.default, normal(2, 6), torch.tensor([[1, 0, 0], [0, 1, 0]]).bool(), "{found}")
     yield call(ours.filled_rows.default, normal(3, 2, 6), torch.tensor([[1, 1, 0], [0, 1, 0]]).bool(), "{found}")
     yield call(aten.masked_scatter.default, normal(6), truth(6), normal(6))

@@ -34,7 +34,8 @@ from autopar.capture.branches import rowwise_ops as known
 from autopar.capture.branches.known_values import count_answer, writes
 from autopar.capture.branches.mask_positions import MaskPositions
 from autopar.capture.branches.mask_writes import MaskWrites
-from autopar.capture.branches.row_branches import Lines, skipped_lines
+from autopar.capture.branches.row_branches import UPDATES, Lines, skipped_lines
+from autopar.capture.branches.row_views import RowViews, Sizes
 
 _TENSOR: Any = Tensor
 _PLAIN = (int, float, bool, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device)
@@ -64,13 +65,15 @@ class MaskIndexing:
         )  # number -> whether it is true if there are rows, their mask
         # (running frame, lines that a branch in it skips where there are no rows) -> their mask, flattened
         self._skipped: dict[tuple[int, Lines], Tensor] = {}
+        self._wide: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask[..., None] -> the mask
         self._within: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> the one some of whose rows it has
         self._flat: dict[Any, Tensor] = {}  # key of a mask -> the mask, flattened
         self._shapes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> its shape
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
         self._numbers = itertools.count()
         self._positions = MaskPositions(self, refuse)
-        self._writes = MaskWrites(self, self._positions)
+        self._writes, self._views = MaskWrites(self, self._positions), RowViews(self)
+        self._python: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that stand for Python numbers
         self._ours: set[Any] = set()  # nodes of calls that `called` handled
         self._of_rows: set[Any] = set()  # those of them that may hold all rows
 
@@ -79,11 +82,25 @@ class MaskIndexing:
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """(result of a call on selected rows, ); () for a call without them, whose arguments `handed_on` returns."""
         found = self._positions.called(function, args, kwargs) or self._called(function, args, kwargs)
+        if not found and self._skipped:
+            found = self._updated(function, args, kwargs)
         if found:
             self._positions.note(function, args, found[0])
         elif self._skipped and writes(function):
             self._check_skipped(getattr(function, "__name__", "a function"))
         return found
+
+    def _updated(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """y.masked_scatter(...) and the like, which leave y where a branch around them is not taken"""
+        name = known.plain_name(function)
+        before = args[0] if name in UPDATES and args else args[2] if name == "where" and len(args) == 3 else None
+        if not isinstance(before, Tensor) or not self._branches() or self._rows_in((args, kwargs)):
+            return ()
+        with self.looked_at(rows=False):
+            made = function(*args, **kwargs)
+            if made.shape != before.shape and name == "where":
+                return (made,)
+            return (self.if_taken(made, before, None),)
 
     def truth(self, function: Any, x: Any, frame: Any) -> bool | None:
         """What ``if mask.any()`` or ``if rows.shape[0] == 0`` takes to be: that there are rows, if nothing but work on
@@ -126,6 +143,39 @@ class MaskIndexing:
                 "to rows of the mask alone, or do it outside of the branch"
             )
 
+    def note_number(self, number: Tensor, flat: Tensor) -> None:
+        """Record a tensor that stands for a Python number, of rows of this mask."""
+        self._some[number] = True, flat
+        self.note_python(number)
+
+    def note_python(self, number: Tensor) -> None:
+        """Record a tensor that stands for a Python number."""
+        self._python[number] = True
+
+    def is_number(self, x: Any) -> bool:
+        """Whether a tensor stands for a Python number."""
+        return isinstance(x, Tensor) and x in self._python
+
+    def counted(self, number: Any) -> Tensor | None:
+        """The mask, flattened, whose true entries a number counts."""
+        found = self._views.mask_counted(number)
+        return found if found is not None else self._writes.mask_counted(number)
+
+    def placed(self, source: Tensor, places: Tensor) -> Tensor:
+        """Rows at the true entries of a mask that is not theirs [*M]: [*M, ...], zeros elsewhere."""
+        text = "x[mask] has {found} more rows than there are places for them"
+        made: Tensor = torch.ops.autopar.placed_rows(source, self._masks[source], places, text)
+        return made
+
+    def shape_of(self, flat: Tensor) -> tuple[int, ...]:
+        """The shape of a mask before it was flattened."""
+        return tuple(self._shapes[flat])
+
+    def note_flat(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Record the mask of rows that a tensor is, and the shape of the mask that it flattens."""
+        self._shapes[flat] = shape
+        return flat
+
     def note_same_number(self, made: Tensor, number: Tensor) -> None:
         """Record that a tensor is a number of rows, as another one is."""
         self._some[made] = self._some[number]
@@ -165,9 +215,11 @@ class MaskIndexing:
         if found := self._writes.called(function, args, kwargs):
             return found
         rows = self._rows_in((args, kwargs))
+        self._check_alive(rows)
+        if found := self._views.called(function, args, kwargs):
+            return found
         if not rows:
             return ()
-        self._check_alive(rows)
         if function in known.IN_PLACE and self.are_rows(args[0]):
             found = self.called(known.IN_PLACE[function], args, kwargs)
             self._changed[args[0]] = True
@@ -194,6 +246,7 @@ class MaskIndexing:
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Record the result of a call, if it is a mask, or the number of its rows."""
+        self._views.note(function, args, kwargs, made)
         if isinstance(made, Tensor) and not made.dim():
             self._note_count(function, args, kwargs, made)
         of_masks = (
@@ -203,6 +256,38 @@ class MaskIndexing:
             self._keys[made] = (known.plain_name(function), self._key_of((args, kwargs)))
             if args[0].dtype == torch.bool and _is_view(function, args, made):
                 self._viewed[made] = args[0]
+            self._note_wide(function, args[0], made)
+
+    def _note_wide(self, function: Any, x: Any, made: Tensor) -> None:
+        """Record mask[..., None], what expands it along this dim, and its opposite."""
+        if (
+            isinstance(x, Tensor)
+            and x in self._wide
+            and known.plain_name(function) in ("invert", "bitwise_not", "logical_not")
+        ):
+            with self.looked_at(rows=False):
+                opposite = function(self._wide[x])
+            self.note(function, (self._wide[x],), {}, opposite)
+            self._wide[made] = opposite
+            return
+        base = self._wide.get(x, x) if isinstance(x, Tensor) and x.dtype == torch.bool else None
+        if base is None or made.dim() != base.dim() + 1 or made.shape[:-1] != base.shape:
+            return
+        if x is not base or (made.shape[-1] == 1 and made.stride()[:-1] == base.stride()):
+            self._wide[made] = base
+
+    def is_wide(self, mask: Tensor) -> bool:
+        """Whether a mask is the same along its last dim."""
+        return mask.shape[-1] == 1 or mask.stride(-1) == 0 or mask in self._wide
+
+    def narrow(self, mask: Tensor) -> Tensor:
+        """A mask that is the same along its last dim, without this dim."""
+        found: Tensor | None = self._wide.get(mask)
+        return found if found is not None else mask[..., 0]
+
+    def in_branch(self) -> bool:
+        """Whether the forward is in a branch that is taken where a mask has entries."""
+        return bool(self._branches())
 
     def are_in(self, made: Any) -> bool:
         """Whether the result of a forward contains selected rows."""
@@ -214,6 +299,8 @@ class MaskIndexing:
 
     def mask_of_rows(self, mask: Tensor) -> Tensor:
         """A mask, flattened: the same tensor for equal masks."""
+        if mask in self._shapes:
+            return mask
         key = self._key_of_rows(mask)
         if key not in self._flat:
             with self.looked_at(rows=False):
@@ -234,8 +321,11 @@ class MaskIndexing:
     def filled(self, values: Tensor, flat: Tensor) -> Tensor:
         """values [K, ...], one row for each entry of a flattened mask -> all rows, zeros beside the mask. A branch on
         the mask skips it where it has no entry, however many values there are."""
-        shape, skipped = self._shapes[flat], any(flat is mask for mask in self._branches())
-        made: Tensor = torch.ops.autopar.filled_rows(values, flat.view(shape), "{found} for {rows}", skipped)
+        shape, around = self._shapes[flat], self._branches()
+        places = flat.view(shape)
+        for mask in around:
+            places = places if mask is flat else places & mask.any()
+        made: Tensor = torch.ops.autopar.filled_rows(values, places, "{found} for {rows}", bool(around))
         return self._keep(made.flatten(0, len(shape) - 1) if len(shape) > 1 else made, flat)
 
     def changed(self, rows: Tensor) -> None:
@@ -288,9 +378,10 @@ class MaskIndexing:
 
     def harmless(self, x: Tensor, mask: Tensor) -> Tensor:
         """x, with numbers between 0 and 1 in the rows that are not selected, which differ between columns and tensors:
-        a logarithm, or the root of a difference, has no pole there, so its gradient times zero is not nan."""
+        a logarithm, or the root of a difference, has no pole there, so its gradient times zero is not nan. Integers are
+        one and masks true, so that no softmax is over nothing and no length is zero."""
         if not x.is_floating_point():
-            return torch.where(_beside(mask, x), x, torch.zeros((), dtype=x.dtype))
+            return torch.where(_beside(mask, x), x, torch.ones((), dtype=x.dtype))
         low, shape = 0.3 + 0.017 * (next(self._numbers) % 13), (1, *x.shape[1:])
         other = torch.linspace(low, low + 0.2, math.prod(shape), dtype=x.dtype).view(shape)
         return torch.where(_beside(mask, x), x, other)
@@ -317,18 +408,12 @@ class MaskIndexing:
         x: Any = args[0] if args else None
         if function not in known.SIZES or not self.are_rows(x):
             return ()
-        with self.looked_at(rows=False):
-            count = mask.sum()
-            self._some[count] = True, mask
-            if function in known.NUMELS:
-                if x.dim() > 1:
-                    count = count * math.prod(x.shape[1:])
-                    self._some[count] = True, mask
-                return (count,)
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if dim is None:
-                return ((count, *x.shape[1:]),)
-            return (count if dim % x.dim() == 0 else x.shape[dim],)
+        if function in known.NUMELS:
+            return (self._views.number(mask, math.prod(x.shape[1:])),)
+        count, dim = self._views.number(mask), args[1] if len(args) > 1 else kwargs.get("dim")
+        if dim is None:
+            return (Sizes((count, *x.shape[1:])),)
+        return (count if dim % x.dim() == 0 else x.shape[dim],)
 
     def _reduced(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
         """sum and mean over rows."""
@@ -401,6 +486,11 @@ class MaskIndexing:
             if name in known.WITH_POLES:
                 args, kwargs = pytree.tree_map(
                     lambda x: self.harmless(x, mask) if self.are_rows(x) else x, (args, kwargs)
+                )
+            if name in known.BY_INDEX:
+                args, kwargs = pytree.tree_map(
+                    lambda x: self.with_zeros(x, mask) if self.are_rows(x) and not x.is_floating_point() else x,
+                    (args, kwargs),
                 )
             return (self._keep(function(*args, **kwargs), mask),)
 

@@ -3,7 +3,7 @@
     h[mask] = features              -->  h.copy_(where(mask, filled_rows(features, mask), h))
     h[mask] + features              -->  h' + filled_rows(features, mask)
     new_zeros(mask.sum(), width)    -->  zeros for all entries, as rows of `mask_indexing`
-    x.masked_scatter(mask, y[other])                       where(mask, rows of y by their number, x)
+    x.masked_scatter(mask, y[other])                       where(mask, placed_rows(y', other, mask), x)
     if mask.sum().item() != len(features): raise ...       item() is left out
 
 A tensor with one row for each true entry, in order, as features of images have for the places of images in a text. The
@@ -43,15 +43,24 @@ class MaskWrites:
     def __init__(self, rows: Any, positions: MaskPositions) -> None:
         self._rows, self._positions = rows, positions
         self._items: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what stands for number.item() -> number
-        self._counted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # number -> the mask whose entries it counts
+        # number -> (the mask whose entries it counts, its version then)
+        self._counted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def note_count(self, number: Tensor, mask: Tensor) -> None:
         """Record that a number counts the entries of a mask."""
-        self._counted[number] = mask
+        self._counted[number] = mask, mask._version
+
+    def mask_counted(self, number: Any) -> Tensor | None:
+        """The mask, flattened, whose entries a number counts."""
+        if not isinstance(number, Tensor) or number not in self._counted:
+            return None
+        mask, version = self._counted[number]
+        flat: Tensor | None = self._rows.mask_of_rows(mask) if mask._version == version else None
+        return flat
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """(result of a write to entries of a mask, or of a factory of rows, ); () for any other call."""
-        if function in _FACTORIES and self._counted:
+        if function in _FACTORIES:
             return self._made(function, args, kwargs)
         if function is _TENSOR.item and args[0] in self._counted:
             return (self._item(args[0]),)
@@ -74,6 +83,7 @@ class MaskWrites:
             made = number.clone()
         self._counted[made], self._items[made] = self._counted[number], number
         self._rows.note_same_number(made, number)
+        self._rows.note_python(made)
         return made
 
     def as_numbers(self, function: Any, arguments: Any) -> Any:
@@ -117,12 +127,13 @@ class MaskWrites:
     def _made(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """new_zeros(mask.sum(), width)"""
         first = int(_FACTORIES[function])
+        if "size" in kwargs:
+            args, kwargs = (*args[:first], kwargs["size"]), {n: v for n, v in kwargs.items() if n != "size"}
         listed = len(args) > first and isinstance(args[first], (tuple, list))
         sizes = args[first] if listed else args[first:]
-        mask = self._counted.get(sizes[0]) if sizes and isinstance(sizes[0], Tensor) else None
-        if mask is None or any(isinstance(n, Tensor) for n in sizes[1:]):
+        flat = self._rows.counted(sizes[0]) if sizes else None
+        if flat is None or any(isinstance(n, Tensor) for n in sizes[1:]):
             return ()
-        flat = self._rows.mask_of_rows(mask)
         shape = (flat.shape[0], *sizes[1:])
         with self._rows.looked_at(rows=True):
             made = function(*args[:first], shape, *(args[first + 1 :] if listed else ()), **kwargs)
@@ -131,24 +142,27 @@ class MaskWrites:
 
     def _scattered(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """x.masked_scatter(places, y[mask]): each place takes the row of y that has its number among the selected ones.
-        A place beyond them, which torch refuses, is nan."""
+        torch would leave out rows for which there is no place."""
         given: dict[str, Any] = dict(zip(("input", "mask", "source"), args, strict=False)) | kwargs
         x, mask, source = given["input"], given["mask"], given["source"]
-        if not self._rows.are_rows(source) or self._rows.are_rows(x) or self._rows.are_rows(mask):
+        rows = self._rows.are_rows(source)
+        if not (rows or self._rows.in_branch()) or self._rows.are_rows(x) or self._rows.are_rows(mask):
             return ()
-        alike = mask.dim() == x.dim() > 1 and (mask.shape[-1] == 1 or mask.stride(-1) == 0)
-        if not alike or source.shape[1:] != x.shape[-1:] or mask.shape[:-1] != x.shape[:-1]:
+        alike = mask.dim() == x.dim() > 1 and self._rows.is_wide(mask)
+        if not alike or source.shape[-1:] != x.shape[-1:] or mask.shape[:-1] != x.shape[:-1]:
+            return ()
+        if rows and source.dim() != 2:
             return ()
         with self._rows.looked_at(rows=False):
-            flat, places = self._rows.mask_of(source), mask[..., 0]
-            if self._rows.mask_of_rows(mask) is flat:  # each place has its own row
-                made = self._rows.if_taken(torch.where(mask, source.view(x.shape), x), x, None)
-                return (x.copy_(made) if function is _TENSOR.masked_scatter_ else made,)
-            order = flat.logical_not().to(torch.int64).argsort(stable=True)  # the selected ones first
-            number = (places.flatten().cumsum(0) - 1).clamp(0, flat.shape[0] - 1)
-            taken = source.index_select(0, order.index_select(0, number))
-            taken = torch.where((number < flat.sum()).unsqueeze(-1), taken, float("nan"))
-            made = self._rows.if_taken(torch.where(places.unsqueeze(-1), taken.view(x.shape), x), x, None)
+            places = self._rows.narrow(mask)
+            flat = None if rows else self._rows.mask_of_rows(places)
+            if rows and self._rows.mask_of_rows(mask) is self._rows.mask_of(source):  # each place has its own row
+                taken = source.view(x.shape)
+            elif rows:
+                taken = self._rows.placed(source, places)
+            else:
+                taken = self._rows.filled(source.reshape(-1, x.shape[-1]), flat).view(x.shape)
+            made = self._rows.if_taken(torch.where(places.unsqueeze(-1), taken, x), x, flat)
             return (x.copy_(made) if function is _TENSOR.masked_scatter_ else made,)
 
     def _put(self, out: Tensor, index: Any, values: Any, adds: bool) -> tuple[Any, ...]:
@@ -167,11 +181,12 @@ class MaskWrites:
             return ()
         with self._rows.looked_at(rows=inner):
             flat = self._rows.among(self._rows.mask_of(out), mask) if inner else self._rows.mask_of_rows(mask)
-        rows = self._values(values, flat, out.shape[mask.dim() :], one_too=inner)
+        rows = self._values(values, flat, out.shape[mask.dim() :], one_too=inner or self._rows.in_branch())
         if rows is None:
             return ()
         with self._rows.looked_at(rows=inner):
-            added = None if adds or inner else self._positions.added_to(out, values, flat)
+            plain = adds or inner or not isinstance(values, Tensor)
+            added = None if plain else self._positions.added_to(out, values, flat)
             if adds or added is not None:
                 more = self._rows.with_zeros(rows if added is None else added, flat)
                 made = out + more.view(out.shape).to(out.dtype)
@@ -188,7 +203,14 @@ class MaskWrites:
         if not isinstance(values, Tensor):
             return torch.tensor(values).expand(flat.shape[0], *width) if one_too else None
         if self._rows.are_rows(values):
-            return values if self._rows.mask_of(values) is flat and values.shape[1:] == width else None
+            if values.shape[1:] != width or self._rows.mask_of(values) is flat:
+                return values if values.shape[1:] == width else None
+            with self._rows.looked_at(rows=True):
+                shape = self._rows.shape_of(flat)
+                placed = self._rows.placed(values, flat.view(shape))
+                placed = placed.flatten(0, len(shape) - 1) if len(shape) > 1 else placed
+                self._rows.keep(placed, flat)
+            return placed
         if values.dim() == len(width) + 1 and values.shape[0] != 1:
             with self._rows.looked_at(rows=True):
                 return self._rows.filled(values.expand(values.shape[0], *width), flat)

@@ -17,7 +17,11 @@ from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 
 Lines = tuple[CodeType, range]
-_RETURNING = {"index_add", "scatter_add", "scatter_reduce", "index_put"}  # y = y.index_add(...)
+# y = y.index_add(...): what such a call makes may be replaced by y where the branch is not taken.
+UPDATES = {"index_add", "scatter_add", "scatter_reduce", "scatter", "index_put", "index_copy", "index_fill"} | {
+    "masked_scatter",
+    "masked_fill",
+}
 
 
 def skipped_lines(frame: FrameType, truth: bool) -> Lines | None:
@@ -106,12 +110,15 @@ def _stays(function: ast.FunctionDef, work: Sequence[ast.stmt]) -> bool:
 
 
 def _updates(statement: ast.stmt, name: str) -> bool:
-    """name = name.index_add(...): nothing is added where there are no rows."""
+    """name = name.index_add(...), torch.index_add(name, ...) or torch.where(mask, values, name)"""
     call = statement.value if isinstance(statement, ast.Assign) else None
-    function = call.func if isinstance(call, ast.Call) else None
-    return (
-        isinstance(function, ast.Attribute)
-        and function.attr in _RETURNING
-        and isinstance(function.value, ast.Name)
-        and function.value.id == name
-    )
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    function, owner = call.func.attr, call.func.value
+    if function == "where":
+        return len(call.args) == 3 and _is_name(call.args[2], name)
+    return function in UPDATES and (_is_name(owner, name) or (bool(call.args) and _is_name(call.args[0], name)))
+
+
+def _is_name(x: ast.expr, name: str) -> bool:
+    return isinstance(x, ast.Name) and x.id == name

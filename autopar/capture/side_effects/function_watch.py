@@ -149,20 +149,35 @@ class FunctionWatch(TorchFunctionMode):
             self.outside.end()
         self.running = False
 
-    def _finished(self, made: Any) -> None:
-        """After the forward: check its result."""
-        self.gradients = self._gradients(made)
+    def _finished(self, made: Any) -> Any:
+        """After the forward: check its result, and leave out what has no static shape beside a loss or other values."""
         if self.rows.are_in(made):
-            self.refuse(
-                "the forward returns rows selected by a mask, x[mask], whose number depends on the data; return all "
-                "rows, and the mask"
-            )
+            others = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor) and not self.rows.are_in(x)]
+            named = isinstance(made, Mapping) and others
+            if not named and not any(not x.dim() and x.requires_grad for x in others):
+                self.refuse(
+                    "the forward returns rows selected by a mask, x[mask], whose number depends on the data; return "
+                    "all rows, and the mask"
+                )
+            made = pytree.tree_map_with_path(self._static, made)
+        self.gradients = self._gradients(made)
         leak = self.rows.leak()
         if leak is not None:
             self.refuse(
                 f"{leak.name} uses rows selected by a mask, x[mask], in code that calls no torch function, where "
                 "capture cannot mask them; keep all rows and multiply by the mask"
             )
+        return made
+
+    def _static(self, path: pytree.KeyPath, x: Any) -> Any:
+        """A part of the result, or None for rows that a mask selects."""
+        if not self.rows.are_in(x):
+            return x
+        self.said |= {
+            f"capture: output{pytree.keystr(path)} holds rows selected by a mask, x[mask], whose number depends on the "
+            "data; it is None in compiled steps": None
+        }
+        return None
 
     def _gradients(self, made: Any) -> list[frozenset[str] | None]:
         """The value of ``gradients``."""

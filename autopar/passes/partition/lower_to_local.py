@@ -419,6 +419,14 @@ def _filled_rows(local: _Local) -> None:
     set_argument(local.node, "text", text)
 
 
+def _placed_rows(local: _Local) -> None:
+    text = (
+        f"{_source_of(local.args['selected'], local.gm, 'a mask')} selects {{found}} more rows than there are places "
+        f"for them in {describe(local.node)}: there must be as many, on each rank, in the order of the examples"
+    )
+    set_argument(local.node, "text", text)
+
+
 LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.view.default: lambda local: local.set_sizes("size"),
     aten.reshape.default: lambda local: local.set_sizes("shape"),
@@ -442,6 +450,7 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     zero_padding: _zero_padding,
     aten.masked_scatter.default: _masked_scatter,
     torch.ops.autopar.filled_rows.default: _filled_rows,
+    torch.ops.autopar.placed_rows.default: _placed_rows,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.moe_dispatch.default: _dispatch,
     torch.ops.autopar.moe_combine.default: _combine,
