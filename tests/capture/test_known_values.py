@@ -181,3 +181,24 @@ def written_through_the_input(y: Tensor) -> Tensor:
 def test_what_is_drawn_or_made_of_inputs_is_not_known(body: Body) -> None:
     with pytest.raises(ValueError, match=r"test_known_values.py:\d+ in .*static_inputs="):
         capture(Around(body), {"x": torch.randn(4, 3).double()})
+
+
+def filled_by_parts(x: Tensor) -> Tensor:
+    """10 TB, as a forward of many rows may make on all ranks together."""
+    wide = x.expand(2**19, 2**19, -1)
+    whole = wide.new_empty(*wide.shape[:-1], 8)
+    whole[..., :5].copy_(wide)
+    whole[..., 5:].copy_(wide[..., :3])
+    return whole
+
+
+def sized_by_the_input(x: Tensor) -> Tensor:
+    """Only the shape and the dtype of the large tensor matter."""
+    wide = x.expand(2**19, 2**19, -1)
+    return x * 2 if wide.new_ones(3).all() else x
+
+
+@pytest.mark.parametrize("body", [filled_by_parts, sized_by_the_input], ids=lambda body: body.__name__)
+def test_large_tensors_take_no_memory(body: Body) -> None:
+    gm = capture(Around(body), {"x": torch.randn(1, 3).double()})
+    assert gm.meta["signature"].outputs

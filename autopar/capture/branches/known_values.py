@@ -167,7 +167,7 @@ class KnownValues:
         if is_real(x):
             return x
         origin = self._origins.get(x)
-        if origin is None or origin.version != x._version:
+        if origin is None or origin.version != x._version or _is_large(x):
             return None
         if origin.value is None and origin.function is not None:
             origin.value = self._computed(origin)
@@ -181,7 +181,7 @@ class KnownValues:
         given = self._real(origin.arguments, shapes=1 if of_shape else 0)
         found = _run(origin.function, given) if given is not None else None
         made = pytree.tree_leaves(found[0])[origin.index] if found else None
-        return made if isinstance(made, Tensor) and made.numel() <= MOST else None
+        return made if isinstance(made, Tensor) and not _is_large(made) else None
 
     def _real(self, arguments: Any, shapes: int = 0) -> Any:
         """Arguments as real tensors; None if one is unknown. Of the first ``shapes`` tensors only the shape matters."""
@@ -192,7 +192,7 @@ class KnownValues:
                 seen += 1
                 if seen <= shapes:
                     with without_modes():
-                        leaves[i] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                        leaves[i] = torch.empty((), dtype=leaf.dtype).expand(leaf.shape)  # one element in memory
                 elif (value := self.value(leaf)) is None:
                     return None
                 else:
@@ -269,6 +269,12 @@ def is_real(x: Any) -> bool:
 
 def _base(x: Tensor) -> Tensor:
     return x._base if x._base is not None else x
+
+
+def _is_large(x: Tensor) -> bool:
+    """Whether a value is not folded: real tensors would take the memory of all ranks' batches."""
+    size = x.numel()
+    return isinstance(size, int) and size > MOST
 
 
 def _is_mask(index: Any) -> bool:
