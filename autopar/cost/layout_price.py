@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.cluster import AxisLinks, Cluster
+from autopar.cost.cluster import AxisLinks, Cluster, NodeGroup
 from autopar.cost.efficiency import Stack, stack_named
 from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
@@ -128,7 +128,17 @@ class _Pass:
 
 
 Passes = tuple[tuple[_Pass, _Pass, _Pass], ...]
-Known = dict[tuple[Placement, int, str], Passes]  # placement, rows of a microbatch, chip -> seconds of its layers
+
+
+@dataclass
+class _LayerSeconds:
+    """Seconds of the layers of a placement. parts: (kinds of its layers, way, whether it is the last) -> sum."""
+
+    passes: Passes
+    parts: dict[tuple[tuple[int, ...], int, bool], _Pass] = field(default_factory=dict)
+
+
+Known = dict[tuple[Placement, int, tuple[NodeGroup, ...]], _LayerSeconds]  # placement, rows, nodes
 Held = tuple[tuple[tuple[int, ...], bool, bool], ...]  # of each part of a rank: kinds of layers, whether it is the ends
 
 
@@ -258,14 +268,18 @@ class _Pricing:
 
     # --- one layer -----------------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @property
     def passes(self) -> Passes:
         """Forward, backward and recomputation of each kind of layer, then of the rest."""
-        key = self.layout.placement, self.layout.micro_batch, self.device.name
+        return self._of_layers.passes
+
+    @functools.cached_property
+    def _of_layers(self) -> _LayerSeconds:
+        key = self.layout.placement, self.layout.micro_batch, self.links.cluster.groups
         if key not in self.known:
-            self.known[key] = tuple(
-                (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
-                for c in (*self.costs.layers, self.costs.rest)
+            layers = (*self.costs.layers, self.costs.rest)
+            self.known[key] = _LayerSeconds(
+                tuple((self._pass(c.forward), self._pass(c.backward), self._pass(c.again)) for c in layers)
             )
         return self.known[key]
 
@@ -320,6 +334,12 @@ class _Pricing:
     # --- a rank --------------------------------------------------------------------------------------------
 
     def _of_part(self, part: Sequence[int], way: int, last: bool) -> _Pass:
+        key = tuple(part), way, last
+        if key not in self._of_layers.parts:
+            self._of_layers.parts[key] = self._sum_of_part(part, way, last)
+        return self._of_layers.parts[key]
+
+    def _sum_of_part(self, part: Sequence[int], way: int, last: bool) -> _Pass:
         found = _Pass()
         for kind in sorted(set(part)):
             found += _scaled(self.passes[kind][way], list(part).count(kind))

@@ -20,7 +20,7 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import stack_named, stacks
 from autopar.cost.layer_costs import ModelCosts, RawWork, Work
 from autopar.cost.layout import Layout, Placement
-from autopar.cost.layout_price import Price
+from autopar.cost.layout_price import Price, layer_seconds
 from autopar.schedule.request import SCHEDULES
 
 SIZES = {
@@ -247,6 +247,18 @@ def test_a_slow_card_slows_what_goes_through_it() -> None:
     whole, one = price(layout), price(layout, slow)
     assert one.seconds > 2 * whole.seconds
     assert max(one.causes, key=lambda c: c.exposed).axis == "dp"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_slow_cards_slow_the_stage_on_their_nodes(first: bool) -> None:
+    """Also with chips that are equal."""
+    group = dataclasses.replace(H100.groups[0], nodes=2)
+    groups = group, dataclasses.replace(group, card=1e9)
+    layout = Layout(pp=2, cp=16, microbatches=8, attention="ring")
+    costs = large().costs(layout.placement, 1)
+    near, far = layer_seconds(layout, costs, Cluster("slow", groups[::-1] if first else groups), EAGER)
+    slow, fast = (near, far) if first else (far, near)
+    assert slow[0] > 2 * fast[0] and slow[-1] == fast[-1]
 
 
 def test_a_pipeline_has_a_bubble_that_more_microbatches_make_smaller() -> None:
