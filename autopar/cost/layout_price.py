@@ -508,10 +508,7 @@ class _Pricing:
     def _optimizer(self, sizes: Sequence[float]) -> float:
         """Seconds of the optimizer's step."""
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in self._groups(sizes))
-        seconds = local * self.stack.optimizer / self.device.memory
-        if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / self.device.host.bandwidth
-        return seconds
+        return self.device.optimizer_seconds(local, self.layout.optimizer_cpu_offload)
 
     # --- the pipeline --------------------------------------------------------------------------------------
 

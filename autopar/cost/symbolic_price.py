@@ -23,6 +23,7 @@ import sympy
 
 from autopar.cost.cluster import HOP_ACROSS, HOP_INSIDE, AxisLinks, Cluster
 from autopar.cost.efficiency import Stack
+from autopar.cost.hardware import Device
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout
 from autopar.cost.layout_price import (
@@ -129,9 +130,7 @@ class _Symbolic:
         axis = layout.expert_axis
         experts_on = int(getattr(layout, axis)) if axis in ("ep", "dp", "cp") else 1
         self.expert_ranks = max(1, self.data_ranks // max(1, experts_on))
-        chip, stack = self.cluster.chip, self.stack
-        self.speed = chip.float8 * stack.products * stack.float8 if self.float8 else chip.flops * stack.products
-        self.memory_speed = chip.memory * stack.memory
+        self.device = Device(self.cluster.chip_name, self.cluster.chip, self.stack, self.kernel, self.float8)
 
     # --- numbers that depend on the sequence ------------------------------------------------------------------
 
@@ -158,19 +157,19 @@ class _Symbolic:
         for i in range(len(first.products)):
             padded = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[1][i]))  # type: ignore[misc]
             moved = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[3][i]))  # type: ignore[misc]
-            products += float(first.products[i, 0]) * _most(padded / self.speed, moved / self.memory_speed)
+            products += float(first.products[i, 0]) * _most(padded / self.device.products, moved / self.device.memory)
         attention: Expr = sympy.S.Zero
         count = len(first.attention)
         plain = self.kernel == "plain"
         for i in range(count):
             flops = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[2 if plain else 1][i]))  # type: ignore[misc]
             backward = first.attention[i, -1] > 0
-            share = (stack.attention_backward if backward else stack.attention)[self.kernel]
+            share = self.device.attention_share(backward)
             scores = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[3][i]))  # type: ignore[misc]
-            moved = scores * SCORE_BYTES / self.memory_speed if plain else 0
+            moved = scores * SCORE_BYTES / self.device.memory if plain else 0
             attention += float(first.attention[i, 0]) * (flops / (self.cluster.chip.flops * share) + moved)
         name = "fused" if stack.fused else "moved"
-        beside = self._of_seq(lambda c: work(c).scalar(name, rows)) / self.memory_speed
+        beside = self._of_seq(lambda c: work(c).scalar(name, rows)) / self.device.memory
         launches = self._of_seq(lambda c: work(c).scalar("kernels", rows))
         launches += sum(self._of_seq(lambda c, w=w: float(work(c).sent[w][0] @ (1.0, rows))) for w in first.sent)  # type: ignore[misc]
         if count and plain:
@@ -316,10 +315,7 @@ class _Symbolic:
 
     def _optimizer(self, groups: Sequence[tuple[float, int]]) -> float:
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in groups)
-        seconds = local * self.stack.optimizer / self.memory_speed
-        if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / (self.cluster.chip.host * self.stack.host)
-        return seconds
+        return self.device.optimizer_seconds(local, self.layout.optimizer_cpu_offload)
 
     def _pipeline(self, each: Sequence[Expr], gathers: Sequence[Expr]) -> Expr:
         """Seconds that the slowest rank waits, and of transfers. gathers: exposed, of each rank and microbatch."""

@@ -21,6 +21,8 @@ from autopar.cost.efficiency import stack_named, stacks
 from autopar.cost.layer_costs import ModelCosts, RawWork, Work
 from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Price, layer_seconds
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
 from autopar.schedule.request import SCHEDULES
 
 SIZES = {
@@ -118,6 +120,35 @@ def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> 
 def test_layers_that_make_what_the_next_ones_read(name: str, unlike: tuple[tuple[int, int], ...]) -> None:
     """A table of positions for one kind, a bias that goes from layer to layer, the encoder's output."""
     assert model(name)._unlike == unlike
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"tp": 2}),
+        ("dense first", {"ep": 2}),
+        *(pytest.param(name, {axis: 2}, marks=pytest.mark.full) for name in MODELS for axis in ("tp", "cp", "ep")),
+        *(pytest.param("dense first", {"cp": 2, "ep": 2, axis: 2}, marks=pytest.mark.full) for axis in ("cp", "tp")),
+    ],
+    ids=str,
+)
+def test_more_ranks_of_data_change_sums_of_gradients_alone(name: str, sizes: dict[str, int]) -> None:
+    """Nothing in a rank's graphs is as large as the batch of all ranks."""
+    one = model(name)
+    if "ep" in sizes and not one.experts:
+        return
+    found = []
+    for dp in (2, 4):
+        mesh = Mesh.of(dp=dp, **sizes)
+        entries = one._samples(one._unlike)[-1]
+        compiled = one._compiled(entries, mesh.data_size, mesh, Options(sequence_parallel="tp" in sizes))
+        found.append(sample_of([compiled], ()))
+    few, many = found
+    assert few.memory[0].saved == many.memory[0].saved
+    for a, b in zip(few.works[0], many.works[0], strict=True):
+        assert (a.products, a.attention, a.scalars) == (b.products, b.attention, b.scalars)
+        assert a.sent.keys() == b.sent.keys()
+        assert all(value == b.sent[way] for way, value in a.sent.items() if "dp" not in way[0])
 
 
 @pytest.mark.full
