@@ -133,7 +133,7 @@ def test_layers_that_make_what_the_next_ones_read(name: str, unlike: tuple[tuple
     ids=str,
 )
 def test_more_ranks_of_data_change_sums_of_gradients_alone(name: str, sizes: dict[str, int]) -> None:
-    """Nothing in a rank's graphs is as large as the batch of all ranks."""
+    """Nothing in a rank's graphs is as large as the batch of all ranks, but for masks of a few bytes for each row."""
     one = model(name)
     if "ep" in sizes and not one.experts:
         return
@@ -144,9 +144,10 @@ def test_more_ranks_of_data_change_sums_of_gradients_alone(name: str, sizes: dic
         compiled = one._compiled(entries, mesh.data_size, mesh, Options(sequence_parallel="tp" in sizes))
         found.append(sample_of([compiled], ()))
     few, many = found
-    assert few.memory[0].saved == many.memory[0].saved
+    assert few.memory[0].saved == pytest.approx(many.memory[0].saved, rel=1e-3)
     for a, b in zip(few.works[0], many.works[0], strict=True):
-        assert (a.products, a.attention, a.scalars) == (b.products, b.attention, b.scalars)
+        assert (a.products, a.attention) == (b.products, b.attention)
+        assert a.scalars == pytest.approx(b.scalars, rel=1e-3)
         assert a.sent.keys() == b.sent.keys()
         assert all(value == b.sent[way] for way, value in a.sent.items() if "dp" not in way[0])
 
