@@ -38,7 +38,7 @@ class Pricing:
         self._known: Known = {}
         self._tried: dict[Placement, str] = {}
         self._compiled: defaultdict[Placement, list[Placement]] = defaultdict(list)
-        self._bounds: dict[tuple[Placement, Placement, int], ModelCosts] = {}
+        self._bounds: dict[tuple[Placement, Placement, int], tuple[ModelCosts, Known]] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
 
     def price(self, layout: Layout, simulated: bool = False) -> Price:
@@ -107,8 +107,9 @@ class Pricing:
             if placement.policy != "none" or placement.loss_chunks > 1:
                 saving = self.model.costs(scaled_costs.unsharded(placement), rows)
                 found = scaled_costs.with_policy(found, saving, near.policy == placement.policy)
-            self._bounds[key] = found
-        return self._limited(self._of(layout, self._bounds[key], memory_only=memory_only))
+            self._bounds[key] = found, {}
+        costs, known = self._bounds[key]
+        return self._limited(self._of(layout, costs, memory_only=memory_only, known=known))
 
     def _bounding(self, placement: Placement) -> Placement | None:
         """A placement whose costs bound those of one that is not compiled."""

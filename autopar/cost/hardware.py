@@ -69,6 +69,11 @@ class Device:
         """Seconds of the host per kernel."""
         return self.stack.launch
 
+    def optimizer_seconds(self, elements: float, offloaded: bool = False) -> float:
+        """Of an optimizer's step on so many elements of a rank. offloaded: states come from the host and return."""
+        seconds = elements * self.stack.optimizer / self.memory
+        return seconds + (2 * elements * self.stack.states / self.host.bandwidth if offloaded else 0.0)
+
     @property
     def host(self) -> Topology:
         """The link to host memory."""

@@ -4,7 +4,9 @@ A layer's products, attention, element-wise operators and exchanges come from it
 what a stack reaches of the chip from a table (`autopar.cost.efficiency`), links from the cluster
 (`autopar.cost.cluster`). A pipeline takes
 
-    microbatches x the slowest rank + bubble (of the schedule's formula) + transfers that nothing hides
+    microbatches x the slowest rank + bubble + transfers that nothing hides
+
+where the bubble is what the critical path of its schedule takes besides (`autopar.schedule.critical_path`).
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.cluster import AxisLinks, Cluster
+from autopar.cost.cluster import AxisLinks, Cluster, NodeGroup
 from autopar.cost.efficiency import Stack, stack_named
 from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout, Placement, known_schedule
 from autopar.cost.topology import NamedLinks, Topologies
-from autopar.schedule.order import Order
+from autopar.schedule.critical_path import by_part, order_of_few, steady_pipeline
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
 
@@ -33,7 +35,7 @@ SCORE_BYTES = 13  # moved per element of the scores by attention without a fused
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
 WAVES = ("zb_v", "dual_pipe_v")  # schedules whose parts go back and forth over the ranks
-MOST_ACTIONS = 20_000  # of a pipeline that is simulated: with more microbatches the formulas are as good
+MOST_ACTIONS = 20_000  # of a pipeline that is simulated: with more microbatches the critical path is as good
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
 
@@ -126,7 +128,17 @@ class _Pass:
 
 
 Passes = tuple[tuple[_Pass, _Pass, _Pass], ...]
-Known = dict[tuple[Placement, int, str], Passes]  # placement, rows of a microbatch, chip -> seconds of its layers
+
+
+@dataclass
+class _LayerSeconds:
+    """Seconds of the layers of a placement. parts: (kinds of its layers, way, whether it is the last) -> sum."""
+
+    passes: Passes
+    parts: dict[tuple[tuple[int, ...], int, bool], _Pass] = field(default_factory=dict)
+
+
+Known = dict[tuple[Placement, int, tuple[NodeGroup, ...]], _LayerSeconds]  # placement, rows, nodes
 Held = tuple[tuple[tuple[int, ...], bool, bool], ...]  # of each part of a rank: kinds of layers, whether it is the ends
 
 
@@ -145,12 +157,13 @@ def price(
 ) -> Price:
     """The price of a layout. kernel: of attention (`autopar.cost.efficiency.KERNELS`), by default the stack's. compute:
     "fp8" for products in float8. topology: links that replace the cluster's, by axis. simulated: the pipeline is run
-    action by action, instead of by the formula of its schedule. memory_only: without seconds and causes. known: for
-    many layouts of one model on one cluster.
+    action by action, instead of on the critical path of a few microbatches. memory_only: without seconds and causes.
+    known: for many layouts of one model on one cluster.
 
     Raises ValueError for a cluster with another number of chips."""
     kernel = kernel or stack.kernel
-    if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
+    reason = _refusal(layout, costs, cluster, stack, kernel, compute)
+    if reason := reason or ("" if memory_only else _no_order(layout)):
         return Price.of_refusal(reason)
     pricing = _pricing(layout, costs, cluster, stack, kernel, compute, topology, simulated, known)
     return pricing.memory() if memory_only else pricing.price()
@@ -208,6 +221,20 @@ def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, 
     return known_schedule(layout) or _unequal(layout, cluster)
 
 
+def _no_order(layout: Layout) -> str:
+    """Why its schedule does not run so many microbatches on so many ranks; "" if it does."""
+    if layout.pp > 1:
+        try:
+            order_of_few(layout.schedule or "1f1b", _request(layout))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def _request(layout: Layout) -> Request:
+    return Request(layout.pp, layout.microbatches, layout.virtual_stages)
+
+
 def _unequal(layout: Layout, cluster: Cluster) -> str:
     """Why ranks of one stage cannot work together; "" if their chips are equal."""
     spans = cluster.spans(layout.pp) if not cluster.is_uniform and cluster.ranks == layout.ranks else ()
@@ -241,14 +268,18 @@ class _Pricing:
 
     # --- one layer -----------------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @property
     def passes(self) -> Passes:
         """Forward, backward and recomputation of each kind of layer, then of the rest."""
-        key = self.layout.placement, self.layout.micro_batch, self.device.name
+        return self._of_layers.passes
+
+    @functools.cached_property
+    def _of_layers(self) -> _LayerSeconds:
+        key = self.layout.placement, self.layout.micro_batch, self.links.cluster.groups
         if key not in self.known:
-            self.known[key] = tuple(
-                (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
-                for c in (*self.costs.layers, self.costs.rest)
+            layers = (*self.costs.layers, self.costs.rest)
+            self.known[key] = _LayerSeconds(
+                tuple((self._pass(c.forward), self._pass(c.backward), self._pass(c.again)) for c in layers)
             )
         return self.known[key]
 
@@ -303,9 +334,15 @@ class _Pricing:
     # --- a rank --------------------------------------------------------------------------------------------
 
     def _of_part(self, part: Sequence[int], way: int, last: bool) -> _Pass:
+        key = tuple(part), way, last
+        if key not in self._of_layers.parts:
+            self._of_layers.parts[key] = self._sum_of_part(part, way, last)
+        return self._of_layers.parts[key]
+
+    def _sum_of_part(self, part: Sequence[int], way: int, last: bool) -> _Pass:
         found = _Pass()
         for kind in sorted(set(part)):
-            found += _times(self.passes[kind][way], list(part).count(kind))
+            found += _scaled(self.passes[kind][way], list(part).count(kind))
         return found + self.passes[-1][way] if last else found
 
     def _sizes(self, part: Sequence[int], first: bool, last: bool) -> tuple[float, float]:
@@ -361,11 +398,11 @@ class _Pricing:
         ]
         slowest = max(ranks, key=lambda r: each[r])
         ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
-        head = _times(
+        head = _scaled(
             at[slowest]._of_part((), 0, True) + at[slowest]._of_part((), 1, True),
             self._copy if n - 1 in held[slowest] else 0.0,
         )
-        body = ordinary + _times(head, -1.0)
+        body = ordinary + _scaled(head, -1.0)
         computing = {
             "products": body.products, "attention": body.attention, "element-wise": body.element_wise,
             "host": body.host, "head": head.computing, "recomputation": again.computing,
@@ -410,7 +447,7 @@ class _Pricing:
         last = self.layout.parts - 1
         passes = [self._of_part(self.parts[k], way, k == last) for k in held]
         found = functools.reduce(lambda a, b: a + b, passes, _Pass())
-        return found if self._copy == 1 else _times(found, self._copy)
+        return found if self._copy == 1 else _scaled(found, self._copy)
 
     @functools.cached_property
     def _copy(self) -> float:
@@ -471,10 +508,7 @@ class _Pricing:
     def _optimizer(self, sizes: Sequence[float]) -> float:
         """Seconds of the optimizer's step."""
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in self._groups(sizes))
-        seconds = local * self.stack.optimizer / self.device.memory
-        if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / self.device.host.bandwidth
-        return seconds
+        return self.device.optimizer_seconds(local, self.layout.optimizer_cpu_offload)
 
     # --- the pipeline --------------------------------------------------------------------------------------
 
@@ -486,41 +520,36 @@ class _Pricing:
         hop = self._axis("pp").seconds("send", const + self.rows * slope, 1.0)
         hops = 2 * hop * (v * m + p - 1)
         shown = 1 - self.stack.hidden.get("pp", 0.0)
-        few = layout.parts * m <= MOST_ACTIONS and not SCHEDULES[layout.schedule or "1f1b"].searches
-        if self.simulated and few:
-            bubble = max(0.0, self._simulated(gathers, hop, hop * shown) - m * max(each) - hops * shown)
-        else:
-            bubble = self._bubble(each, way[0])
+        run = self._simulated if self.simulated and layout.parts * m <= MOST_ACTIONS else self._on_critical_path
+        bubble = max(0.0, run(self._times(gathers, hop, hop * shown)) - m * max(each) - hops * shown)
         return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, hops * shown)]
 
-    def _bubble(self, each: Sequence[float], forwards: Sequence[_Pass]) -> float:
-        """Idle seconds of the slowest rank, by the formula of the schedule. Its own gradients of weights fill it; where
-        the pipeline folds, so does what the first rank, or the others, compute more."""
-        layout, p, m, v = self.layout, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
-        formula, mean = _bubble(layout.schedule or "1f1b"), float(np.mean(each))
-        forward = float(np.mean([f.seconds for f in forwards]))
-        weights = float(np.mean([f.products for f in forwards]))  # gradients of weights: as many as forward's
-        bubble = formula(p, m, v, forward, mean - forward - weights, weights)
-        if layout.schedule in WAVES or self._copy < 1:
-            first, others = folded_floors(layout)
-            more = m * (each[0] - each[p // 2])
-            return float(min(max(first * bubble, bubble - more), max(others * bubble, bubble + more)))
-        own = max(f.products for f in forwards)
-        return float(min(bubble, formula(p, m, v, forward, mean - forward - weights, own)))
-
-    def _simulated(self, gathers: Sequence[float], hop: float, shown: float) -> float:
-        """Seconds of all microbatches by the order of the schedule. gathers: of a rank and microbatch."""
+    def _times(self, gathers: Sequence[float], hop: float, shown: float) -> Costs:
+        """Seconds of the parts' actions. gathers: of a rank and microbatch. shown: of a hop, what nothing hides."""
         layout, n = self.layout, self.layout.parts
         at = [self.at[ranks_of_part(k, layout)[0]] for k in range(n)]
         passes = [[at[k]._of_part(self.parts[k], way, k == n - 1) for way in range(3)] for k in range(n)]
         more = [gathers[ranks_of_part(k, layout)[0]] / layout.virtual_stages + shown for k in range(n)]
-        costs = Costs(
+        return Costs(
             F=tuple(forward.seconds + shown for forward, _, _ in passes),
             B=tuple(b.seconds + a.seconds - f.products + x for (f, b, a), x in zip(passes, more, strict=True)),
             W=tuple(forward.products for forward, _, _ in passes),
             comm=hop - shown,
         )
-        return simulate(_order(layout.schedule or "1f1b", layout.pp, layout.microbatches, n // layout.pp), costs).cost
+
+    def _simulated(self, costs: Costs) -> float:
+        """Seconds of all microbatches, action by action."""
+        return simulate(SCHEDULES[self.layout.schedule or "1f1b"].make(_request(self.layout)), costs).cost
+
+    def _on_critical_path(self, costs: Costs) -> float:
+        """Seconds of all microbatches, by those of a few."""
+        times = by_part(costs)
+        each = [sum(times[kind, k] for k in parts for kind in "FBW") for parts in self.held]
+        slowest, schedule = max(each) * self._copy, self.layout.schedule or "1f1b"
+        few, seconds, more = steady_pipeline(
+            schedule, _request(self.layout), lambda path: path.seconds(times), slowest, max
+        )
+        return seconds + (self.layout.microbatches - few) * more
 
     # --- memory --------------------------------------------------------------------------------------------
 
@@ -571,13 +600,6 @@ class _Pricing:
         return min(float(m), _held_by(name)(p, m, v))
 
 
-def folded_floors(layout: Layout) -> tuple[float, float]:
-    """The share of a folded pipeline's bubble that is left, however much slower its first rank is than others, and
-    however much faster. (By simulation, within 3 % of a step.)"""
-    copies = SCHEDULES[layout.schedule].copies
-    return 0.33, 1 - 0.45 / max(1, layout.pp // copies - 1)
-
-
 def way_of_parts(layout: Layout) -> tuple[int, bool, int]:
     """How parts are spread over the ranks of pp: equal for layouts with equal results of `ranks_of_part`."""
     copies = SCHEDULES[layout.schedule].copies if layout.schedule else 1
@@ -593,12 +615,7 @@ def ranks_of_part(part: int, layout: Layout) -> list[int]:
     return [last if layout.schedule in WAVES and turn % 2 else place]
 
 
-@functools.lru_cache(maxsize=64)
-def _order(schedule: str, ranks: int, microbatches: int, virtual_stages: int) -> Order:
-    return SCHEDULES[schedule].make(Request(ranks, microbatches, virtual_stages))
-
-
-def _times(one: _Pass, count: float) -> _Pass:
+def _scaled(one: _Pass, count: float) -> _Pass:
     return _Pass(
         count * one.products, count * one.attention, count * one.element_wise, count * one.host,
         {a: count * s for a, s in one.sent.items()}, {a: count * s for a, s in one.exposed.items()},
@@ -617,17 +634,6 @@ def layers_of_parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]
             counts[k] -= 1
     ends = np.cumsum([0, *counts])
     return [kinds[a:b] for a, b in itertools.pairwise(ends)]
-
-
-Formula = Callable[[int, int, int, float, float, float], float]
-
-
-@functools.cache
-def _bubble(name: str) -> Formula:
-    """Idle seconds of a rank: (p, m, v, F, B, W) -> seconds."""
-    formula = SCHEDULES[name].bubble or "(p - 1)*(F + B + W)/v"
-    made = _compiled(formula)
-    return lambda p, m, v, f, b, w: made(p=p, m=m, v=v, n=1, F=f, B=b, W=w, FB=f + b + w)
 
 
 @functools.cache

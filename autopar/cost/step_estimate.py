@@ -2,7 +2,8 @@
 
 The Order of the step is simulated (`autopar.schedule.simulate`) with times of graphs whose transfers overlap with
 computation (`autopar.cost.graph_times`), at what a software stack reaches of the chip and of the links of each axis.
-The optimizer step is left out.
+The optimizer steps
+after all of it, on the rank that has most parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from autopar.cost.attention_costs import is_context_attention, sent_by
 from autopar.cost.axis_shares import forward_flops
 from autopar.cost.flops import flops
 from autopar.cost.graph_times import HOST, GraphTimes
-from autopar.cost.hardware import Links, device_of
+from autopar.cost.hardware import Device, Links, device_of
 from autopar.cost.stage_costs import TimesOfGraphs, step_timeline, times_of_graphs
 from autopar.cost.traffic import transfer
 from autopar.ir.graph import arguments, module_path, nbytes, outputs, placeholders
@@ -36,7 +37,7 @@ class StepEstimate:
     """seconds: of a step. For the rank that computes longest: computing: seconds of computation; moving: of all
     transfers within its graphs, one after another; exposed: of these, seconds that the computation waits. flops: of the
     model, on the global batch, without recomputation. utilization: MFU, flops / (seconds · ranks · peak of the chip)
-    (Chowdhery et al. 2022, appendix B)."""
+    (Chowdhery et al. 2022, appendix B). optimizer: seconds of its step."""
 
     device: str
     links: str
@@ -46,21 +47,32 @@ class StepEstimate:
     exposed: float
     flops: float
     utilization: float
+    optimizer: float = 0.0
 
 
 def step_estimate(compiled: Compiled, times: TimesOfGraphs | None = None) -> StepEstimate:
     """The estimate for a compiled step."""
     plan = compiled.plan
     device, times = device_of(plan.options), times or times_of_graphs(plan)
-    seconds = step_timeline(compiled, times=times).cost
+    optimizer = _optimizer(compiled, device)
+    seconds = step_timeline(compiled, times=times).cost + optimizer
     sums = [_sums(compiled, times, rank) for rank in range(plan.mesh.size("pp"))]
     computing, moving, exposed = max(sums)
     work, dtype = model_flops(compiled)
     peak = device.peak(dtype) * plan.mesh.world_size
     return StepEstimate(
         device.name, str(Links.of(plan.options, plan.mesh)), seconds, computing, moving, exposed, work,
-        work / (seconds * peak) if seconds else 0.0,
+        work / (seconds * peak) if seconds else 0.0, optimizer,
     )  # fmt: skip
+
+
+def _optimizer(compiled: Compiled, device: Device) -> float:
+    """Seconds of the optimizer on the rank with most elements that are trained; 0 where nothing is."""
+    plan, elements = compiled.plan, [0.0] * compiled.plan.mesh.size("pp")
+    for spec in compiled.parameters if compiled.train else ():
+        for rank in spec.ranks if spec.requires_grad else ():
+            elements[rank] += spec.nbytes(plan.mesh) / spec.dtype.itemsize
+    return device.optimizer_seconds(max(elements), plan.options.optimizer_cpu_offload)
 
 
 def model_flops(compiled: Compiled) -> tuple[float, torch.dtype]:

@@ -5,12 +5,14 @@
 
 The same formulas as `autopar.cost.layout_price`; `tests/cost/test_symbolic_price.py` insists on equal numbers. Costs at
 three sequence lengths give those at any, as all of them are quadratic in it, up to rows of tiles. batch: rows of a
-step, in microbatches of the same size. inside, card: factors of the speeds of the cluster's links.
+step, in microbatches of the same size. inside, card: factors of the speeds of the cluster's links. Of a
+pipeline, those critical paths are known that are the longest at some sequence and speeds.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,25 +23,26 @@ import sympy
 
 from autopar.cost.cluster import HOP_ACROSS, HOP_INSIDE, AxisLinks, Cluster
 from autopar.cost.efficiency import Stack
+from autopar.cost.hardware import Device
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout
 from autopar.cost.layout_price import (
     PLAIN_KERNELS,
     SCORE_BYTES,
     TRAINED,
-    WAVES,
-    folded_floors,
     layers_of_parts,
     ranks_of_part,
 )
+from autopar.schedule.critical_path import COMM, CriticalPath, Part, steady_pipeline
 from autopar.schedule.formulas import expression
-from autopar.schedule.request import SCHEDULES
+from autopar.schedule.request import SCHEDULES, Request
 
 Expr: TypeAlias = Any  # sympy.Expr: sympy has no annotations
 Pick = Callable[[ModelCosts], Work]
 BATCH, SEQ, INSIDE, CARD = sympy.symbols("batch seq inside card", positive=True)
 ARGUMENTS = (BATCH, SEQ, INSIDE, CARD)
 LENGTHS = 3  # sequences whose costs are needed
+SPEEDS = 0.25, 1.0, 4.0  # of links, at which critical paths are looked for
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
@@ -127,9 +130,7 @@ class _Symbolic:
         axis = layout.expert_axis
         experts_on = int(getattr(layout, axis)) if axis in ("ep", "dp", "cp") else 1
         self.expert_ranks = max(1, self.data_ranks // max(1, experts_on))
-        chip, stack = self.cluster.chip, self.stack
-        self.speed = chip.float8 * stack.products * stack.float8 if self.float8 else chip.flops * stack.products
-        self.memory_speed = chip.memory * stack.memory
+        self.device = Device(self.cluster.chip_name, self.cluster.chip, self.stack, self.kernel, self.float8)
 
     # --- numbers that depend on the sequence ------------------------------------------------------------------
 
@@ -156,19 +157,19 @@ class _Symbolic:
         for i in range(len(first.products)):
             padded = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[1][i]))  # type: ignore[misc]
             moved = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[3][i]))  # type: ignore[misc]
-            products += float(first.products[i, 0]) * _most(padded / self.speed, moved / self.memory_speed)
+            products += float(first.products[i, 0]) * _most(padded / self.device.products, moved / self.device.memory)
         attention: Expr = sympy.S.Zero
         count = len(first.attention)
         plain = self.kernel == "plain"
         for i in range(count):
             flops = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[2 if plain else 1][i]))  # type: ignore[misc]
             backward = first.attention[i, -1] > 0
-            share = (stack.attention_backward if backward else stack.attention)[self.kernel]
+            share = self.device.attention_share(backward)
             scores = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[3][i]))  # type: ignore[misc]
-            moved = scores * SCORE_BYTES / self.memory_speed if plain else 0
+            moved = scores * SCORE_BYTES / self.device.memory if plain else 0
             attention += float(first.attention[i, 0]) * (flops / (self.cluster.chip.flops * share) + moved)
         name = "fused" if stack.fused else "moved"
-        beside = self._of_seq(lambda c: work(c).scalar(name, rows)) / self.memory_speed
+        beside = self._of_seq(lambda c: work(c).scalar(name, rows)) / self.device.memory
         launches = self._of_seq(lambda c: work(c).scalar("kernels", rows))
         launches += sum(self._of_seq(lambda c, w=w: float(work(c).sent[w][0] @ (1.0, rows))) for w in first.sent)  # type: ignore[misc]
         if count and plain:
@@ -240,6 +241,12 @@ class _Symbolic:
             for i in range(len(self.first.layers) + 1)
         ]
 
+    @functools.cached_property
+    def held(self) -> list[list[int]]:
+        """The parts of each rank of pp."""
+        parts = range(self.layout.parts)
+        return [[k for k in parts if rank in ranks_of_part(k, self.layout)] for rank in range(self.layout.pp)]
+
     def _of_rank(self, held: Sequence[int], way: int) -> _Pass:
         found = _Pass()
         for k in held:
@@ -261,16 +268,13 @@ class _Symbolic:
 
     def price(self) -> SymbolicPrice:
         layout, m = self.layout, self.m
-        p, n = layout.pp, layout.parts
-        held = [[k for k in range(n) if rank in ranks_of_part(k, layout)] for rank in range(p)]
+        p, held = layout.pp, self.held
         way = [[self._of_rank(h, w) for h in held] for w in range(3)]
-        each = [
-            sum((way[w][r].seconds for w in range(3)), self._sharded(held[r], [way[w][r] for w in range(3)]))
-            for r in range(p)
-        ]
+        gathers = [self._sharded(held[r], [way[w][r] for w in range(3)]) for r in range(p)]
+        each = [sum((way[w][r].seconds for w in range(3)), gathers[r]) for r in range(p)]
         once = [self._once(self._groups(h), way[1][r].computing + way[2][r].computing) for r, h in enumerate(held)]
         optimizer = max(self._optimizer(self._groups(h)) for h in held)
-        seconds = m * _most(*each) + _most(*once) + optimizer + self._pipeline(each, way)
+        seconds = m * _most(*each) + _most(*once) + optimizer + self._pipeline(each, gathers)
         seconds *= 1 + self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
         flops = self._of_seq(lambda c: TRAINED * c.flops(self.rows) * layout.data_size * layout.tp * layout.cp) * m
         memory = tuple(self._memory(r, h) for r, h in enumerate(held))
@@ -311,35 +315,51 @@ class _Symbolic:
 
     def _optimizer(self, groups: Sequence[tuple[float, int]]) -> float:
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in groups)
-        seconds = local * self.stack.optimizer / self.memory_speed
-        if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / (self.cluster.chip.host * self.stack.host)
-        return seconds
+        return self.device.optimizer_seconds(local, self.layout.optimizer_cpu_offload)
 
-    def _pipeline(self, each: Sequence[Expr], way: list[list[_Pass]]) -> Expr:
+    def _pipeline(self, each: Sequence[Expr], gathers: Sequence[Expr]) -> Expr:
+        """Seconds that the slowest rank waits, and of transfers. gathers: exposed, of each rank and microbatch."""
         layout, p, v = self.layout, self.layout.pp, self.layout.virtual_stages
         if p == 1:
             return sympy.S.Zero
-        forward = sum((f.seconds for f in way[0]), sympy.S.Zero) / p
-        weights = sum((f.products for f in way[0]), sympy.S.Zero) / p
-        mean = sum(each, sympy.S.Zero) / p
-        name = layout.schedule or "1f1b"
-
-        def bubble_with(own: Expr) -> Expr:
-            back = mean - forward - weights
-            values = {"p": p, "m": self.m, "v": v, "n": 1, "F": forward, "B": back, "W": own}
-            formula = SCHEDULES[name].bubble or "(p - 1)*(F + B + W)/v"
-            return _filled(formula, {**values, "FB": forward + back + own})
-
-        bubble = bubble_with(weights)
-        if name in WAVES:
-            first, others = folded_floors(layout)
-            more = self.m * (each[0] - each[p // 2])
-            bubble = _least(_most(first * bubble, bubble - more), _most(others * bubble, bubble + more))
-        else:
-            bubble = _least(bubble, bubble_with(_most(*(f.products for f in way[0]))))
         hop = self._seconds(self._links("pp"), "send", self._affine(lambda c: c.hop), 1.0)
-        return bubble + 2 * hop * (v * self.m + p - 1) * (1 - self.stack.hidden.get("pp", 0.0))
+        exposed = 1 - self.stack.hidden.get("pp", 0.0)
+        times = self._times([gather / v + hop * exposed for gather in gathers], hop * exposed, hop * (1 - exposed))
+        points = self._points(times)
+
+        def seconds(path: CriticalPath) -> Expr:
+            found = dict.fromkeys(tuple(sorted(path.path(point).items())) for point in points)
+            return _most(*(sum((count * times[part] for part, count in one), sympy.S.Zero) for one in found))
+
+        sums = [sum((times[kind, k] for k in parts for kind in "FBW"), sympy.S.Zero) for parts in self.held]
+        request = Request(p, layout.microbatches, v)
+        few, of_few, more = steady_pipeline(layout.schedule or "1f1b", request, seconds, _most(*sums), _most)
+        hops = 2 * hop * (v * self.m + p - 1) * exposed
+        bubble = _most(0, of_few + (self.m - few) * more - self.m * _most(*each) - hops)
+        return bubble + hops
+
+    def _times(self, beside: Sequence[Expr], sent: Expr, comm: Expr) -> dict[Part, Expr]:
+        """Seconds of the parts' actions. beside: of each rank, more seconds of a backward, and sent: of a forward."""
+        found: dict[Part, Expr] = {COMM: comm}
+        for k in range(self.layout.parts):
+            forward, backward, again = (self._of_rank([k], way) for way in range(3))
+            found["F", k] = forward.seconds + sent
+            found["W", k] = forward.products
+            (rank,) = ranks_of_part(k, self.layout)
+            found["B", k] = backward.seconds + again.seconds - forward.products + beside[rank]
+        return found
+
+    def _points(self, times: Mapping[Part, Expr]) -> list[dict[Part, float]]:
+        """Times at some sequences and speeds of links."""
+        shared, left = sympy.cse([*times.values()], sympy.numbered_symbols("x"))
+        speeds = itertools.product(sorted(self.costs)[:LENGTHS], SPEEDS, SPEEDS)
+        found = []
+        for seq, inside, card in speeds:
+            values: dict[Any, Any] = {BATCH: self.layout.batch, SEQ: seq, INSIDE: inside, CARD: card}
+            for name, value in shared:
+                values[name] = value.xreplace(values)
+            found.append(dict(zip(times, (float(one.xreplace(values)) for one in left), strict=True)))
+        return found
 
     # --- memory -----------------------------------------------------------------------------------------------
 

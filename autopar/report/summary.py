@@ -58,10 +58,11 @@ MEMORY_NOTES = {
 }
 STEP_NAMES = {"seconds": "a step", "utilization": "MFU"}
 STEP_NOTES = {
-    "seconds": "without the optimizer step and the overhead of the host",
+    "seconds": "with the optimizer step, without the overhead of the host",
     "computing": "of the rank that computes longest, with matrix products at half of the chip's peak",
     "moving": "transfers within its graphs, one after another",
     "exposed": "of these, the time that computation waits",
+    "optimizer": "its step, on the rank with most elements of parameters",
     "utilization": "FLOPs of the model, without recomputation, relative to the peak of all chips",
 }
 

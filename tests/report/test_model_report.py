@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from autopar.cost.flops import seconds_of
 from autopar.cost.graph_times import graph_times
-from autopar.cost.hardware import DEFAULT, Links
+from autopar.cost.hardware import DEFAULT, Links, device_of
 from autopar.cost.memory import Memory
 from autopar.cost.stage_costs import times_of_graphs
 from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, module_costs, step_estimate
@@ -172,7 +172,9 @@ def test_a_step_takes_as_long_as_its_graphs_and_counts_the_flops_of_the_model() 
     """Of one rank without transfers: what its nodes compute; twice the parameters per token and direction, and more."""
     made = compiled(Cell("llama", Mesh.of(tp=1), Options()))
     found = step_estimate(made)
-    assert found.exposed == 0 and found.seconds == pytest.approx(found.computing)
+    assert found.exposed == 0 and found.seconds == pytest.approx(found.computing + found.optimizer)
+    device, elements = device_of(made.plan.options), sum(math.prod(p.shape) for p in made.parameters)
+    assert found.optimizer == pytest.approx(elements * device.stack.optimizer / device.memory)
     products = sum(math.prod(p.shape) for p in made.parameters if len(p.shape) == 2 and "embed" not in p.name)
     tokens = math.prod(next(n.meta["val"].shape for n in made.local.graph.nodes if n.name == "input_ids"))
     assert 6 * products * tokens < found.flops < 9 * products * tokens
@@ -183,6 +185,11 @@ def test_cut_models_have_the_flops_of_the_whole() -> None:
     whole = step_estimate(compiled(Cell("llama", Mesh.of(tp=1), Options()))).flops
     for cell in CELLS:
         assert step_estimate(compiled(cell)).flops == pytest.approx(whole, rel=0.05), str(cell)
+
+
+def test_shards_of_zero_step_their_own_elements() -> None:
+    whole, shards = (step_estimate(compiled(Cell("llama", Mesh.of(dp=4), Options(zero=n)))).optimizer for n in (0, 1))
+    assert shards == pytest.approx(whole / 4, rel=0.05)
 
 
 def test_the_device_is_the_users() -> None:

@@ -192,7 +192,7 @@ class KnownValues:
                 seen += 1
                 if seen <= shapes:
                     with without_modes():
-                        leaves[i] = torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
+                        leaves[i] = torch.empty((), dtype=leaf.dtype).expand(leaf.shape)  # one element in memory
                 elif (value := self.value(leaf)) is None:
                     return None
                 else:
@@ -267,13 +267,14 @@ def is_real(x: Any) -> bool:
     return type(x) in REAL and not is_functorch_wrapped_tensor(x)
 
 
-def _is_large(x: Tensor) -> bool:
-    count = x.numel()
-    return isinstance(count, int) and count > MOST
-
-
 def _base(x: Tensor) -> Tensor:
     return x._base if x._base is not None else x
+
+
+def _is_large(x: Tensor) -> bool:
+    """Whether a value is not folded: real tensors would take the memory of all ranks' batches."""
+    size = x.numel()
+    return isinstance(size, int) and size > MOST
 
 
 def _is_mask(index: Any) -> bool:

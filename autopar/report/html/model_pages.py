@@ -34,6 +34,7 @@ def model_sections(compiled: Compiled) -> tuple[list[Section], list[tuple[str, s
     shown = [
         (f"a step, estimated for {estimate.device}", human_seconds(estimate.seconds)),
         ("of it, exposed transfers", human_seconds(estimate.exposed)),
+        ("of it, the optimizer", human_seconds(estimate.optimizer)),
         ("estimated MFU", f"{estimate.utilization:.1%}"),
         ("peak memory of a rank", human_bytes(fullest.peak)),
     ]
@@ -191,7 +192,7 @@ def _late(cost: ModuleCost, step: StepEstimate) -> Iterator[tuple[str, str]]:
 
 def _idle(plan: Plan, step: StepEstimate) -> Iterator[tuple[str, str]]:
     """The bubble of a pipeline."""
-    idle = 1 - (step.computing + step.exposed) / step.seconds if step.seconds else 0.0
+    idle = 1 - (step.computing + step.exposed + step.optimizer) / step.seconds if step.seconds else 0.0
     if plan.pipeline is not None and idle > IDLE:
         more = f"microbatches above {plan.options.microbatches}, or a schedule with a smaller bubble"
         found = f"the pipeline's bubble is {idle:.0%} of the step"
