@@ -34,8 +34,8 @@ LEFT_OUT = {
     "nn.functional.rrelu", "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d",
     "max_pool2d_with_indices_backward",
 }  # fmt: skip
-# torch's derivative of as_strided_scatter is wrong. Where examples take unlike numbers of rows from a source in order,
-# a step on ranks raises, which one process that plays all of them does not.
+# torch's derivative of as_strided_scatter is wrong. Where examples do not take their own rows of a source, a step on
+# ranks raises, which one process that plays all of them does not.
 KNOWN = {"as_strided_scatter", "masked_scatter"}
 
 
