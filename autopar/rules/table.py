@@ -96,7 +96,8 @@ add(
     "fmod remainder floor_divide atan2 isnan isinf isposinf isneginf isfinite logical_not bitwise_not trunc expm1 "
     "heaviside eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ "
     "__xor__ add.Scalar sub.Scalar rsub nan_to_num threshold hardshrink softshrink erfinv logit exp2 sgn tan asin acos "
-    "atan sinh cosh atanh polygamma special_zeta div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward lerp addcmul addcdiv",
+    "atan sinh cosh atanh polygamma special_zeta div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward "
+    "lerp addcmul addcdiv",
     pointwise(),
 )
 add("neg clone alias contiguous detach lift_fresh_copy", pointwise("unary", keep=True))

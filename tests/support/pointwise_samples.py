@@ -40,6 +40,7 @@ _INTEGERS = {"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__
 _COMPLEX = {"real", "imag", "view_as_complex", "conj", "_conj_physical"}
 _SCALARS: dict[str, Any] = {
     "decimals": 1,
+    "n": 1,
     "rounding_mode": "floor",
     "dtype": torch.float64,
     "threshold": 0.5,
@@ -51,7 +52,7 @@ _SCALARS: dict[str, Any] = {
 }
 
 
-_NO_DERIVATIVE = {"floor_divide", "heaviside", "silu_backward"}
+_NO_DERIVATIVE = {"floor_divide", "heaviside", "silu_backward", "special_zeta"}
 # All share one rule function: these are tried with every way to broadcast, the others with one.
 BROADCAST = {"add", "mul", "div", "where", "atan2"}
 
