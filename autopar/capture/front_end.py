@@ -37,6 +37,7 @@ from autopar.capture.custom_autograd.missing_fakes import with_fake
 from autopar.capture.flex.stand_ins import attentions_as_operators, refuse_block_mask
 from autopar.capture.layer_dedup.layer_dedup import TraceAnew
 from autopar.capture.module_state.assigned import BufferWatch
+from autopar.capture.module_state.cumulative_norms import weigh_batches_as_tensors
 from autopar.capture.module_state.leftovers import Leftovers, nothing_left
 from autopar.capture.module_state.module_changes import changes_as_values
 from autopar.capture.module_state.repeated import found_again
@@ -269,6 +270,7 @@ def _prepared(
     if adapter is not None:
         replica = adapter.prepare(replica)
         arguments = adapter.arguments(replica, batch)
+    weigh_batches_as_tensors(replica)
     cast_around(replica, dtypes)
     return replica, arguments
 
