@@ -312,8 +312,8 @@ def _refusals(
 
 def _nothing_to_cut(refused: Mapping[tuple[str, int], str], mesh: Mesh) -> str:
     shown = "; ".join(f"{name} dim {dim}: {why}" for (name, dim), why in list(refused.items())[:3])
-    size = mesh.size("tp")
-    return f"tensor_parallel: no weight can be sharded on axis 'tp' of size {size}: {shown}; choose another size"
+    ways = f"{shown}; choose another size" if shown else "it has none with two dims; use another axis"
+    return f"tensor_parallel: no weight can be sharded on axis 'tp' of size {mesh.size('tp')}: {ways}"
 
 
 # --- notes ---------------------------------------------------------------------------------------------
