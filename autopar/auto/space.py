@@ -26,7 +26,7 @@ MOST_ROWS = 16  # of a microbatch
 MOST_PARTS = 8  # per rank of pp
 IDLE_LAYERS = 2  # slots of a pipeline without a layer, at most, in deep models
 CHUNKS = 8  # of the loss, where its logits do not fit
-ANY_COUNT = ("1f1b", "interleaved")  # schedules whose bubble is exact for any number of microbatches
+ANY_COUNT = ("1f1b", "interleaved")  # schedules that are considered for any number of microbatches
 POLICIES = ("none", "selective", "full")  # of activation checkpointing, in the order of time
 
 Chosen = Mapping[str, Any]
@@ -193,7 +193,7 @@ def _schedule(question: Question, chosen: Chosen) -> list[str]:
 
 
 def is_steady(schedule: str, pp: int, microbatches: int) -> bool:
-    """Whether the formula of a schedule's bubble holds: those of most do in the steady state."""
+    """Whether a schedule is considered: most only where their steady state is reached."""
     return pp == 1 or schedule in ANY_COUNT or microbatches >= 2 * pp
 
 

@@ -62,4 +62,5 @@ def _called(node: Node, target: Any, args: tuple[Any, ...], value: Tensor) -> No
 
 
 def _is_exact(dtype: torch.dtype) -> bool:
+    """Integers and booleans."""
     return not (dtype.is_floating_point or dtype.is_complex)
