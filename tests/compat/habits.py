@@ -158,7 +158,7 @@ for when in ("before", "between"):
     habit(when, "model.bn.reset_running_stats()", lambda m: m.bn.reset_running_stats())
     habit(when, "model.bn.reset_parameters()", lambda m: m.bn.reset_parameters())
     habit(when, "model.bn.momentum = 0.5", lambda m: put(m.bn, momentum=0.5))
-    habit(when, "model.bn.momentum = None", lambda m: put(m.bn, momentum=None), "reads the value of a tensor")
+    habit(when, "model.bn.momentum = None", lambda m: put(m.bn, momentum=None))
     habit(when, "model.bn.eps = 0.1", lambda m: put(m.bn, eps=0.1))
     habit(when, "model.bn.track_running_stats = False", lambda m: put(m.bn, track_running_stats=False))
     habit(when, "register_buffer of a new buffer", lambda m: m.register_buffer("more", torch.ones(3)))
