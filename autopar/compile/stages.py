@@ -144,8 +144,8 @@ class StageBuilder:
             make = partial(self._compile_part, k, own)
             if ctx.watched:  # an observer sees each stage; cached ones are named as on ranks without observers
                 make = partial(_as_is, make())
-            parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
-        if ctx.checks:
+            parts.append(self._known.stage(part, make, (own, ctx.draft)) if self._shares_parts else make())
+        if ctx.checks and not ctx.draft:
             timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
         lengths = self.plan.pipeline.token_slices if self.plan.pipeline is not None else ()
         edges = self.splits[0].edges
@@ -162,11 +162,15 @@ class StageBuilder:
                     ctx.observe(graph_name(len(parts), k, f"pre_pass{r}"), step.graph)
         return Pipeline(parts, edges, order, *self.prologues, lengths, pre_pass=self.rounds)
 
+    @property
+    def searches_order(self) -> bool:
+        """Whether the schedule finds its order by the times of actions."""
+        return self.plan.pipeline is not None and SCHEDULES[self.plan.pipeline.schedule].searches
+
     def more_in_flight(self, made: Pipeline) -> Pipeline | None:
         """The same graphs in an order that uses the memory limit for more microbatches in flight; None where the
         schedule has only one order, or no limit is low enough."""
-        pipeline = self.plan.pipeline
-        if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
+        if not self.searches_order:
             return None
         try:
             order = make_order(self.plan, made.parts, made.edges, self.train, self.static)

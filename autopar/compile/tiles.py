@@ -46,7 +46,8 @@ def in_tiles(
         raise _refused(count, len(graphs) > 1, plan)
 
     def tried(tiles: int) -> Compiled:
-        ctx.plan = replace(plan, tiles=tiles, notes=_noted(plan, regions, tiles))
+        assert ctx.plan is not None
+        ctx.plan = replace(ctx.plan, tiles=tiles, notes=_noted(plan, regions, tiles))
         return attempt(_tiled(graphs, tiles, plan))
 
     if count:
