@@ -45,7 +45,8 @@ NEAR = 1.1  # of a limit: what the choice does not see may make the difference
 
 
 class LimitError(ValueError):
-    """Nothing fits the limit. least: bytes that would fit (about as many, if there are alternatives). plan: the plan whose stages are too large."""
+    """Nothing fits the limit, or is as fast as another way that does. least: bytes that would fit (about as many, if
+    there are alternatives). plan: the plan whose stages are too large."""
 
     def __init__(self, text: str, least: int, plan: Plan) -> None:
         super().__init__(text)
@@ -184,9 +185,11 @@ class _PolicySearch:
                 return more
         if self.fits(nothing, limit):
             return nothing
-        found = None
-        for host in dict.fromkeys((self.host_limit, 0)):
-            found = self.search(nothing, limit, host, found.seconds if found else math.inf) or found
+        found, bound = None, self.ctx.bound
+        for host in dict.fromkeys((self.host_limit, 0)) if nothing.seconds < bound else ():
+            found = self.search(nothing, limit, host, found.seconds if found else bound) or found
+        if found is None and bound < math.inf:
+            raise self.refused(limit, nothing.peak)
         if found is None:
             least = self.smallest(nothing, limit)
             if not self.fits(least, limit):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from autopar.ac_policies import AUTO
 from autopar.compile.ac_solver import LimitError, within_limit
+from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Compiled
 
@@ -23,22 +25,27 @@ def best_of(
     ways: Sequence[Way],
     tried: Callable[[Way], Compiled],
     cost: Callable[[Compiled], float] = recompute_seconds,
+    kept: Callable[[Plan, Plan], Plan] = lambda plan, _: plan,
 ) -> Compiled:
     """The first way that costs nothing, or the one that costs least. Observers see that one alone. Under a limit all
-    ways but the first are compared as drafts.
+    ways but the first are compared as drafts. ``kept``: the plan that the next way begins with, given that of one that
+    fits.
 
     Raises the LimitError with the least limit that would do, where no way fits."""
     if len(ways) == 1:
         return tried(ways[0])
     start = ctx.plan
     assert start is not None
+    under_limit = start.options.ac_policy == AUTO
     found: list[tuple[Compiled, Way]] = []
     errors: list[tuple[LimitError, Way]] = []
     with ctx.unobserved() as watched:
         for way in ways:
-            ctx.plan, drafted = start, ctx.draft or (way != ways[0] and start.options.ac_policy == AUTO)
+            ctx.plan = kept(start, found[-1][0].plan) if found else start
+            drafted = ctx.draft or (way != ways[0] and under_limit)
+            bound = min([ctx.bound, *(cost(made) for made, _ in found)])
             try:
-                with ctx.having(draft=drafted, alternatives=True):
+                with ctx.having(draft=drafted, alternatives=True, bound=bound if under_limit else math.inf):
                     found.append((tried(way), way))
             except LimitError as error:
                 errors.append((error, way))
@@ -52,10 +59,10 @@ def best_of(
         return tried(way)  # it looks for the least limit, and raises
     best, way = min(found, key=lambda pair: cost(pair[0]))
     ctx.plan = best.plan
-    if ctx.draft or not (watched or (way != ways[0] and start.options.ac_policy == AUTO)):
+    if ctx.draft or not (watched or (way != ways[0] and under_limit)):
         return best
     made = tried(way)
-    if start.options.ac_policy != AUTO or within_limit(made):
+    if not under_limit or within_limit(made):
         return made
     ctx.plan = start
     return tried(way)

@@ -226,8 +226,8 @@ def workspace(node: Node) -> int:
 
 
 def _of_many_rows(function: Any, given: Mapping[str, Any], fake: bool) -> int:
-    """`workspace_bytes` of an operator that computes with a block of rows at a time: it grows by the same bytes for each
-    further block, so two numbers of blocks are run in place of thousands."""
+    """`workspace_bytes` of an operator that computes with a block of rows at a time: it grows by the same bytes for
+    each further block, so two numbers of blocks are run in place of thousands."""
     rows, width = len(given["logits"]), next(blocks_of_rows(given["logits"])).stop
     if rows <= 2 * FEW * width:
         return workspace_bytes(function, given, fake)
