@@ -41,7 +41,7 @@ from autopar.steps.graphs import Compiled, Pipeline
 
 ATTEMPTS = 6
 LESS = 0.99  # of the least found so far: worth another search
-NEAR = 1.1  # of a limit: what the choice does not see may make the difference
+NEAR = 1.25  # of a limit: what the choice does not see may make the difference
 
 
 class LimitError(ValueError):
@@ -74,6 +74,11 @@ def within_limit(made: Compiled) -> bool:
     """Whether every rank stays below the limits of the options."""
     options, held = made.plan.options, memories(made)
     return all(x.peak <= options.memory_limit and x.host <= options.activation_offload for x in held)
+
+
+def has_drafts(plan: Plan) -> bool:
+    """Whether choices are compared as drafts: with stages the order depends on the times of finished graphs."""
+    return plan.options.ac_policy == AUTO and plan.pipeline is None
 
 
 def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, StageCheckpoints]:
@@ -166,7 +171,7 @@ class _PolicySearch:
     def under_limit(self, limit: int) -> Compiled:
         """Raises ValueError where nothing fits."""
         nothing = _Candidate(self.by_policy("none"))
-        if self.ctx.draft or self.builder.searches_order:  # an order is searched by the times of finished graphs
+        if self.ctx.draft or not has_drafts(self.builder.plan):
             return self.fitting(nothing, limit).made
         if self.fits(nothing, limit):
             return nothing.made

@@ -162,15 +162,11 @@ class StageBuilder:
                     ctx.observe(graph_name(len(parts), k, f"pre_pass{r}"), step.graph)
         return Pipeline(parts, edges, order, *self.prologues, lengths, pre_pass=self.rounds)
 
-    @property
-    def searches_order(self) -> bool:
-        """Whether the schedule finds its order by the times of actions."""
-        return self.plan.pipeline is not None and SCHEDULES[self.plan.pipeline.schedule].searches
-
     def more_in_flight(self, made: Pipeline) -> Pipeline | None:
         """The same graphs in an order that uses the memory limit for more microbatches in flight; None where the
         schedule has only one order, or no limit is low enough."""
-        if not self.searches_order:
+        pipeline = self.plan.pipeline
+        if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
             return None
         try:
             order = make_order(self.plan, made.parts, made.edges, self.train, self.static)
