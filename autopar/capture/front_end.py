@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.copying.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.distributions import unchecked_distributions
+from autopar.adapters.foreach import ONE_BY_ONE
 from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.grad_fn_paths import followed_paths
 from autopar.capture.custom_autograd.missing_fakes import with_fake
@@ -427,7 +428,7 @@ def _finish(
     leaf_paths = [path for path, _ in paths(arguments)]
     inputs = specs_of_inputs(program, replica, leaf_paths)
     check_dtypes(graph, {spec.node: spec.name for spec in inputs})
-    made = Made.of(program, buffers)
+    made = Made.of(program, inputs, buffers)
     node = graph.output_node()
     node.args = (tuple(made.values),)
     _write_out_scalars(program, inputs)
@@ -495,6 +496,7 @@ _MODES: dict[int, TorchFunctionMode] = {}  # around forwards that are being capt
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: functional_ctc_loss,
     torch.Tensor.fill_diagonal_: fill_diagonal_,  # works on views, too
+    **ONE_BY_ONE,
     **VALUE_FREE,
     **GROUPED_CALLS,  # of any dtype
 }
