@@ -107,8 +107,8 @@ def _written_parameter(spec: InputSpec) -> str:
     be that of a value which no parameter holds any more."""
     if spec.requires_grad:
         raise ValueError(
-            f"capture: the forward writes to parameter {spec.name}, which is trained; write to it between steps, compute "
-            "with a new tensor instead, or freeze it (requires_grad_(False)) if the forward alone updates it"
+            f"capture: the forward writes to parameter {spec.name}, which is trained; write to it between steps, or "
+            "compute with a new tensor; freeze it (requires_grad_(False)) if the forward alone updates it"
         )
     return spec.name
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.capture.front_end import capture
 from tests.support.ranks import run_ranks
 
 M, STEPS, ROWS = 0.9, 3, 4
@@ -61,7 +60,8 @@ def all_together(pairs: Pairs) -> None:
 
 
 def net(width: int = 8, hidden: int = 12) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, 8))
+    layers = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, 8)
+    return nn.Sequential(*layers)
 
 
 class Momentum(nn.Module):
