@@ -34,6 +34,7 @@ from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.foreach import ONE_BY_ONE
 from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.grad_fn_paths import followed_paths
+from autopar.capture.branches.state_numbers import IntCalls
 from autopar.capture.custom_autograd.missing_fakes import with_fake
 from autopar.capture.flex.stand_ins import attentions_as_operators, refuse_block_mask
 from autopar.capture.layer_dedup.layer_dedup import TraceAnew
@@ -251,12 +252,18 @@ def capture(
     Raises ValueError that names the line that cannot be captured, and why.
     """
     how = (train, lift_to_float64, autocast, precision or Precision(), grad_mode)
-    for blocks in (True, False) if memo else (False,):
-        with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
-            gm = _captured(model, batch, *how, blocks, left, sizes)
-            break
-    gm.meta["kept"] = left.taken_back
-    return gm
+    calls = IntCalls()
+    while True:
+        try:
+            for blocks in (True, False) if memo else (False,):
+                with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
+                    gm = _captured(model, batch, *how, blocks, left, sizes, calls)
+                    break
+            gm.meta["kept"] = left.taken_back
+            return gm
+        except ValueError:
+            if not calls.new:
+                raise
 
 
 def _prepared(
@@ -287,6 +294,7 @@ def _captured(
     memo: bool,
     left: Leftovers,
     sizes: SizeLog | None,
+    calls: IntCalls,
 ) -> GraphModule:
     adapter, mode = adapter_for(model), new_mode()
     replica, arguments = _prepared(model, batch, train, precision, mode)
@@ -309,7 +317,8 @@ def _captured(
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
         left.watch(replica, model)
-        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note, with_fake))
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note, with_fake, calls))
+        stack.enter_context(calls.replaced(watch.numbers))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
         stack.enter_context(noticed_grad_mode(watch.asked_grad_mode, grad_mode, watch.asked_inference))

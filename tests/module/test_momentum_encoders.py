@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.capture.front_end import capture
+from autopar.compile.model import compile_model
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.testing.harness import MeshRun
+from autopar.testing.reference import eager
 from tests.support.ranks import run_ranks
 
 M, STEPS, ROWS = 0.9, 3, 4
@@ -96,6 +102,7 @@ class Moco(Momentum):
     def __init__(self, update: Callable[[Pairs], None], **sizes: Any) -> None:
         super().__init__(update, **sizes)
         self.register_buffer("queue", F.normalize(torch.randn(8, 12), dim=0))
+        self.register_buffer("ptr", torch.zeros(1, dtype=torch.long))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         q = F.normalize(self.q(x), dim=1)
@@ -105,7 +112,10 @@ class Moco(Momentum):
         same = torch.einsum("nc,nc->n", q, k).unsqueeze(-1)
         others = torch.einsum("nc,ck->nk", q, self.queue.clone().detach())
         logits = torch.cat([same, others], dim=1) / 0.2
-        self.queue.copy_(torch.cat([k.T, self.queue[:, :-ROWS]], dim=1))
+        ptr = int(self.ptr)
+        assert self.queue.shape[1] % len(k) == 0
+        self.queue[:, ptr : ptr + len(k)] = k.T
+        self.ptr[0] = (ptr + len(k)) % self.queue.shape[1]
         return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
 
 
@@ -208,3 +218,115 @@ def test_as_one_process(sizes: dict[str, int], options: dict[str, Any], cases: l
             assert losses == pytest.approx(right, abs=1e-10), name
             assert state.keys() == after.keys()
             assert all((state[n] - x).abs().max() < 1e-10 for n, x in after.items()), name
+
+
+class Counted(nn.Module):
+    """Numbers of a buffer, read as Python numbers. ``body``: what the forward does with the module and its number."""
+
+    def __init__(self, body: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self.body, self.w = body, nn.Linear(8, 8)
+        self.register_buffer("n", torch.tensor([3]))
+        self.register_buffer("held", torch.arange(48.0).view(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = (self.w(x) * self.held.sum()).square().mean()
+        self.body(self, self.n.item())
+        return loss
+
+
+def read_and_scaled(m: Any, n: Any) -> None:
+    m.held.add_(m.held[:, n - 1 : n + 1].sum() * 0.9**n / (n + 1))
+    m.n += 1
+
+
+def written_to_a_view(m: Any, n: Any) -> None:
+    m.held.T[n : n + 2] = m.held[:, :2].T * 2
+    m.n.fill_((n + 2) % 4)
+
+
+@pytest.mark.parametrize("body", [read_and_scaled, written_to_a_view])
+def test_numbers_of_buffers_compute_as_pythons(body: Callable[[Any, Any], None]) -> None:
+    torch.manual_seed(0)
+    model, batch = Counted(body).double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
+    mesh = Mesh.of(dp=2)
+    made = compile_model(model, batch, mesh, Options(), lift_to_float64=True, outputs=())
+    run, expected = MeshRun(made, model, batch, mesh), eager(model, batch)
+    assert max(e.worst for e in run.errors(expected)) < 1e-10
+    assert not run.wrong_buffers(expected) and expected.buffers["n"] != 3
+
+
+class Joined(nn.Module):
+    """A buffer that is the rows of the batch before those that it has held: blocks of unlike sizes of one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.k = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("held", torch.randn(24, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            keys = self.k(x)
+            self.held.copy_(torch.cat([keys, self.held[:-8]]))
+        return (self.w(x) - keys).square().mean()
+
+
+@pytest.mark.parametrize(("axes", "parts"), [({"dp_replicate": 2, "dp": 2}, 1), ({"dp": 2}, 2)])
+def test_rows_of_the_batch_beside_others_keep_their_order(axes: dict[str, int], parts: int) -> None:
+    torch.manual_seed(0)
+    model, batch, mesh = Joined().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}, Mesh.of(**axes)
+    how = Options(microbatches=parts, batch_dims={"x": 0})
+    made = compile_model(model, batch, mesh, how, lift_to_float64=True, outputs=())
+    run, expected = MeshRun(made, model, batch, mesh), eager(model, batch)
+    assert max(e.worst for e in run.errors(expected)) < 1e-10 and not run.wrong_buffers(expected)
+
+
+class Updated(nn.Module):
+    """``update``: what the forward does with its trained layer and its frozen one."""
+
+    def __init__(self, update: Callable[[nn.Linear, nn.Linear], Any]) -> None:
+        super().__init__()
+        self.update, self.w, self.k = update, nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.update(self.w, self.k)
+        return self.w(x).sum() + self.k(x).sum()
+
+
+def trained_is_set(w: nn.Linear, k: nn.Linear) -> None:
+    w.weight.data = w.weight.data.clamp(-1, 1)
+
+
+def memory_is_shared(w: nn.Linear, k: nn.Linear) -> None:
+    k.weight.data = w.weight.data
+
+
+def old_view_is_read(w: nn.Linear, k: nn.Linear) -> None:
+    old = k.weight.data
+    k.weight.data = old * M
+    k.bias.data.add_(old.sum())
+
+
+def value_is_written(w: nn.Linear, k: nn.Linear) -> None:
+    new = k.weight.data * M
+    k.weight.data = new
+    new.mul_(2)
+
+
+def dtype_is_changed(w: nn.Linear, k: nn.Linear) -> None:
+    k.weight.data = k.weight.data.double()
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        (trained_is_set, "writes to parameter w.weight, which is trained"),
+        (memory_is_shared, "to memory of w.weight, with which it would change"),
+        (old_view_is_read, "reads a view of k.weight from before"),
+        (value_is_written, "writes to a tensor that it has set as k.weight.data"),
+        (dtype_is_changed, "steps have one shape and dtype"),
+    ],
+)
+def test_what_a_write_cannot_stand_for_is_refused(update: Callable[..., Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        capture(Updated(update), {"x": torch.ones(2, 4)})

@@ -10,7 +10,19 @@ from torch import Tensor
 
 from tests.outside.hf_parts import conf, hf
 from tests.outside.vision_language import (
-    DEEP, EXPERTS, GRID_TOWER, GRIDS, IDS, IMAGE, LINEAR, PATCHES, QWEN3_TOWER, ROTATED, TEXT, _grids, _images,
+    DEEP,
+    EXPERTS,
+    GRID_TOWER,
+    GRIDS,
+    IDS,
+    IMAGE,
+    LINEAR,
+    PATCHES,
+    QWEN3_TOWER,
+    ROTATED,
+    TEXT,
+    _grids,
+    _images,
 )  # fmt: skip
 from tests.outside.zoo_of_others import ROWS, Made, draw, entry
 
@@ -146,8 +158,8 @@ def _glm_image() -> Made:
 def _colpali() -> Made:
     inner = conf(
         "PaliGemmaConfig", text_config=conf("GemmaConfig", **TEXT),
-        vision_config=conf("SiglipVisionConfig", **{**PATCHES, "patch_size": 8, "vision_use_head": False}), image_token_id=IMAGE,
-        projection_dim=32, hidden_size=32,
+        vision_config=conf("SiglipVisionConfig", **{**PATCHES, "patch_size": 8, "vision_use_head": False}),
+        image_token_id=IMAGE, projection_dim=32, hidden_size=32,
     )  # fmt: skip
     config = conf("ColPaliConfig", vlm_config=inner, embedding_dim=16)
     batch = _images()

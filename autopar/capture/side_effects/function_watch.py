@@ -34,6 +34,7 @@ from autopar.adapters.tensors.tags import ReplacedTensors
 from autopar.capture.branches.data_dependent_branches import answered
 from autopar.capture.branches.known_values import REAL, KnownValues, is_real
 from autopar.capture.branches.mask_indexing import MaskIndexing
+from autopar.capture.branches.state_numbers import IntCalls, StateNumbers
 from autopar.capture.reads.code_owners import TORCH, is_ours, is_torchs
 from autopar.capture.side_effects.external_calls import ExternalCalls
 from autopar.capture.side_effects.replaced_data import ReplacedData
@@ -59,7 +60,8 @@ class FunctionWatch(TorchFunctionMode):
     at fault; ``refused`` keeps the first error, in case the forward catches it. ``running``: whether the forward is
     running (the export calls functions before and after it). ``said``: warnings. ``known``: constant values.
     ``gradients``: for each output leaf, the parameters that its backward reaches, or None if unknown.
-    ``asks_grad_mode``: whether the forward has read the grad mode. ``outside``: its external calls.
+    ``asks_grad_mode``: whether the forward has read the grad mode. ``outside``: its external calls. ``int_calls``: gets
+    the code that calls ``int`` on a buffer.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class FunctionWatch(TorchFunctionMode):
         instead: Mapping[Callable[..., Any], Callable[..., Any]],
         noted: Callable[[Any], None] = lambda _: None,
         before_call: Callable[..., None] = lambda *_: None,
+        int_calls: IntCalls | None = None,
     ) -> None:
         super().__init__()
         self._instead, self._noted, self._before_call = instead, noted, before_call
@@ -79,6 +82,7 @@ class FunctionWatch(TorchFunctionMode):
         self.known = KnownValues()
         self.rows = MaskIndexing(self.refuse)
         self.replaced = ReplacedData(replica, self.refuse)
+        self.numbers, self._int_calls = StateNumbers(replica, self.refuse), int_calls
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
         self.running = False
@@ -126,6 +130,11 @@ class FunctionWatch(TorchFunctionMode):
             return made
         if known := self.known.answer(func, args, kwargs):
             return known[0]
+        if func is Tensor.__int__ and self._int_calls is not None and self.numbers.of(args[0]) is not None:
+            self._int_calls.add(caller())
+        if number := self.numbers.called(func, args):
+            return number[0]
+        args = self.numbers.with_indices(func, args)
         if func in _TRUTH and not any(type(x) in REAL for x in args) and (frame := caller()) is not None:
             if (some := self.rows.truth(func, args[0], frame)) is not None:
                 return some
