@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +55,8 @@ def positions_of_images(model: nn.Module, batch: Mapping[str, Any]) -> dict[str,
         return {}
     takes = inspect.signature(getattr(owner, _POSITIONS)).parameters.values()
     known = {p.name: given.get(p.name) for p in takes if p.name in given or p.default is p.empty}
-    before = getattr(owner, "rope_deltas", None)
-    found = getattr(owner, _POSITIONS)(**known)
+    before, found = getattr(owner, "rope_deltas", None), None
+    with contextlib.suppress(ValueError):  # of an input that is missing: the forward says so, if it asks for positions
+        found = getattr(owner, _POSITIONS)(**known)
     owner.rope_deltas = before  # for generation, which starts from its own prompt
     return {} if found is None else {"position_ids": found}

@@ -138,23 +138,6 @@ def _minicpmv4_6() -> Made:
     return hf("MiniCPMV4_6ForConditionalGeneration", config, {**batch, "pixel_values": patches, "target_sizes": sizes})
 
 
-def _glm_image() -> Made:
-    text = {**TEXT, "rope_parameters": ROTATED["rope_parameters"], "vision_vocab_size": 64}
-    tower = {"depth": 2, "hidden_size": 32, "num_heads": 4, "image_size": 16, "patch_size": 4, "intermediate_size": 64}
-    tokens = {"embed_dim": 16, "num_embeddings": 32, "latent_channels": 32}
-    config = conf(
-        "GlmImageConfig", text_config=text, vision_config=tower, vq_config=tokens, image_token_id=IMAGE,
-        image_start_token_id=61, image_end_token_id=62,
-    )  # fmt: skip
-    batch, sources = _images(0), ((1, 2, 2), (1, 2, 4)) * 2
-    batch["input_ids"] = batch["input_ids"].clamp(max=60)
-    for row, (_, h, w) in enumerate(sources):
-        batch["input_ids"][row, 1 : 1 + h * w] = IMAGE
-    grids = torch.tensor([grid for source in sources for grid in (source, (1, 2, 2))])  # of the image that is made
-    batch |= {"image_grid_thw": grids, "images_per_sample": torch.full((ROWS,), 2), "pixel_values": draw(24, 48)}
-    return hf("GlmImageForConditionalGeneration", config, batch)
-
-
 def _colpali() -> Made:
     inner = conf(
         "PaliGemmaConfig", text_config=conf("GemmaConfig", **TEXT),
@@ -189,7 +172,6 @@ TABLE: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
     "qwen4 exp": (_qwen4, {}),
     "hunyuan-vl": (_hunyuan, {}),
     "minicpm-v 4.6": (_minicpmv4_6, {}),
-    "glm-image": (_glm_image, {}),
     "colpali": (_colpali, {}),
     "colqwen2": (_colqwen2, {}),
 }

@@ -340,7 +340,7 @@ class Executor:
         return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
 
     def _outputs(self, found: Mapping[str, Any]) -> list[Any]:
-        made = [found.get(output(i)) for i in range(len(self.compiled.signature.outputs))]
+        made: list[Any] = [found.get(output(i)) for i in range(len(self.compiled.signature.outputs))]
         for i, name in self.buffers.written.items():
             if name in self._padded:
                 made[i] = self._padded[name].cropped(made[i], *self._at)
