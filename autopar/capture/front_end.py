@@ -67,6 +67,7 @@ from autopar.ir.exported import (
     refuse_writes_again,
     specs_of_inputs,
 )
+from autopar.ir.graph import placeholders
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ir.weight_conversion import WeightConversion
 from autopar.lift_to_float64 import LiftFloat32
@@ -350,10 +351,23 @@ def _captured(
         refuse_other_gradients(gm, watch.gradients)
         refuse_writes_again(gm)
     stored = stored_by_name(model, model_dtypes(model, precision))
-    held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
+    held = [s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored]
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
+    _refuse_rounded_writes(gm, {s.name: s.node for s in held})
     gm.meta["batch_dims"] = adapter.batch_dims(replica, {**constants, **arguments}) if adapter is not None else {}
     return gm
+
+
+def _refuse_rounded_writes(gm: GraphModule, nodes: Mapping[str, str]) -> None:
+    """Raises ValueError for a parameter that the forward writes to in another dtype than it is stored in."""
+    used = {node.name: node.meta["val"].dtype for node in placeholders(gm)}
+    for name in (s.name for s in gm.meta["signature"].outputs if s.kind == "mutation" and s.name in nodes):
+        stored, seen = gm.meta["stored_dtypes"][nodes[name]], used[nodes[name]]
+        if stored != seen:
+            raise ValueError(
+                f"precision: the forward writes to parameter {name}, which is stored in {stored} and would be rounded "
+                f"to {seen} in each step; keep its module in precision.keep, or use torch.autocast around the step"
+            )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from autopar.capture.front_end import capture
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
+from autopar.precision import Precision
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
 from tests.support.ranks import run_ranks
@@ -330,3 +331,11 @@ def dtype_is_changed(w: nn.Linear, k: nn.Linear) -> None:
 def test_what_a_write_cannot_stand_for_is_refused(update: Callable[..., Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         capture(Updated(update), {"x": torch.ones(2, 4)})
+
+
+def test_an_average_is_not_rounded_to_what_the_step_computes_in() -> None:
+    model, batch = Momentum(lerped), {n: torch.randn(ROWS, 8) for n in "xy"}
+    with pytest.raises(ValueError, match=r"precision: the forward writes to parameter k\.0\.weight"):
+        capture(model, batch, precision=Precision(compute="bfloat16", stored="float32"))
+    kept = capture(model, batch, precision=Precision(compute="bfloat16", stored="float32", keep=("k", "q")))
+    assert len([s for s in kept.meta["signature"].outputs if s.kind == "mutation"]) == 6
