@@ -1,8 +1,12 @@
-"""torch._foreach operations on lists of tensors, and registration of types for them."""
+"""torch._foreach operations on lists of tensors, and registration of types for them.
+
+`ONE_BY_ONE` maps each to a function that does the same by an operator per tensor, for graphs: each tensor then has a
+placement of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +67,43 @@ def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype | None = None)
         for i, norm in zip(full, found, strict=True):
             out[i] = norm
     return out
+
+
+def _each(name: str) -> Callable[..., Any]:
+    """The function ``torch._foreach_<name>``, tensor by tensor. Arguments are shared, or lists with one for each."""
+
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> list[Tensor] | None:
+        count = next(len(x) for x in (tensors, *args) if isinstance(x, (list, tuple)))
+        made = []
+        for i in range(count):
+            x, *own = (a[i] if isinstance(a, (list, tuple)) else a for a in (tensors, *args))
+            made.append(_one(name, x, own, kwargs))
+        return None if name.endswith("_") else made
+
+    return call
+
+
+def _one(name: str, x: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """The call for one tensor, with the arguments as foreach functions name and order them."""
+    plain = name.removesuffix("_")
+    if plain in ("addcdiv", "addcmul") and len(args) > 2:
+        args, kwargs = args[:2], {"value": args[2]}
+    if plain in ("maximum", "minimum"):
+        found: Tensor = (torch.clamp_min if plain == "maximum" else torch.clamp_max)(x, *args)
+        return x.copy_(found) if name.endswith("_") else found
+    if plain == "norm":
+        return torch.linalg.vector_norm(x, *(args or (2,)), **kwargs)
+    if plain == "pow" and not isinstance(x, Tensor):
+        return torch.pow(x, *args)
+    made: Tensor = getattr(x, name)(*args, **kwargs)
+    return made
+
+
+ONE_BY_ONE: dict[Any, Callable[..., Any]] = {
+    getattr(torch, f"_foreach_{name}"): _each(name)
+    for name in (found.removeprefix("_foreach_") for found in dir(torch) if found.startswith("_foreach_"))
+    if hasattr(Tensor, name) or name in ("maximum_", "minimum_")
+}
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:

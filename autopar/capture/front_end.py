@@ -31,8 +31,10 @@ from torch.utils import _pytree as pytree
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.copying.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.distributions import unchecked_distributions
+from autopar.adapters.foreach import ONE_BY_ONE
 from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.grad_fn_paths import followed_paths
+from autopar.capture.branches.state_numbers import IntCalls
 from autopar.capture.custom_autograd.missing_fakes import with_fake
 from autopar.capture.flex.stand_ins import attentions_as_operators, refuse_block_mask
 from autopar.capture.layer_dedup.layer_dedup import TraceAnew
@@ -65,6 +67,7 @@ from autopar.ir.exported import (
     refuse_writes_again,
     specs_of_inputs,
 )
+from autopar.ir.graph import placeholders
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ir.weight_conversion import WeightConversion
 from autopar.lift_to_float64 import LiftFloat32
@@ -250,12 +253,18 @@ def capture(
     Raises ValueError that names the line that cannot be captured, and why.
     """
     how = (train, lift_to_float64, autocast, precision or Precision(), grad_mode)
-    for blocks in (True, False) if memo else (False,):
-        with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
-            gm = _captured(model, batch, *how, blocks, left, sizes)
-            break
-    gm.meta["kept"] = left.taken_back
-    return gm
+    calls = IntCalls()
+    while True:
+        try:
+            for blocks in (True, False) if memo else (False,):
+                with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
+                    gm = _captured(model, batch, *how, blocks, left, sizes, calls)
+                    break
+            gm.meta["kept"] = left.taken_back
+            return gm
+        except ValueError:
+            if not calls.new:
+                raise
 
 
 def _prepared(
@@ -286,6 +295,7 @@ def _captured(
     memo: bool,
     left: Leftovers,
     sizes: SizeLog | None,
+    calls: IntCalls,
 ) -> GraphModule:
     adapter, mode = adapter_for(model), new_mode()
     replica, arguments = _prepared(model, batch, train, precision, mode)
@@ -308,7 +318,8 @@ def _captured(
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
         left.watch(replica, model)
-        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note, with_fake))
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note, with_fake, calls))
+        stack.enter_context(calls.replaced(watch.numbers))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
         stack.enter_context(noticed_grad_mode(watch.asked_grad_mode, grad_mode, watch.asked_inference))
@@ -340,10 +351,23 @@ def _captured(
         refuse_other_gradients(gm, watch.gradients)
         refuse_writes_again(gm)
     stored = stored_by_name(model, model_dtypes(model, precision))
-    held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
+    held = [s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored]
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
+    _refuse_rounded_writes(gm, {s.name: s.node for s in held})
     gm.meta["batch_dims"] = adapter.batch_dims(replica, {**constants, **arguments}) if adapter is not None else {}
     return gm
+
+
+def _refuse_rounded_writes(gm: GraphModule, nodes: Mapping[str, str]) -> None:
+    """Raises ValueError for a parameter that the forward writes to in another dtype than it is stored in."""
+    used = {node.name: node.meta["val"].dtype for node in placeholders(gm)}
+    for name in (s.name for s in gm.meta["signature"].outputs if s.kind == "mutation" and s.name in nodes):
+        stored, seen = gm.meta["stored_dtypes"][nodes[name]], used[nodes[name]]
+        if stored != seen:
+            raise ValueError(
+                f"precision: the forward writes to parameter {name}, which is stored in {stored} and would be rounded "
+                f"to {seen} in each step; keep its module in precision.keep, or use torch.autocast around the step"
+            )
 
 
 @contextlib.contextmanager
@@ -427,7 +451,7 @@ def _finish(
     leaf_paths = [path for path, _ in paths(arguments)]
     inputs = specs_of_inputs(program, replica, leaf_paths)
     check_dtypes(graph, {spec.node: spec.name for spec in inputs})
-    made = Made.of(program, buffers)
+    made = Made.of(program, inputs, buffers)
     node = graph.output_node()
     node.args = (tuple(made.values),)
     _write_out_scalars(program, inputs)
@@ -495,6 +519,7 @@ _MODES: dict[int, TorchFunctionMode] = {}  # around forwards that are being capt
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: functional_ctc_loss,
     torch.Tensor.fill_diagonal_: fill_diagonal_,  # works on views, too
+    **ONE_BY_ONE,
     **VALUE_FREE,
     **GROUPED_CALLS,  # of any dtype
 }

@@ -67,12 +67,14 @@ class Made:
     spec: Any
 
     @classmethod
-    def of(cls, program: ExportedProgram, buffers: BufferWatch) -> Made:
-        """``buffers``: the record of the forward. Raises ValueError for a write to anything but a buffer."""
+    def of(cls, program: ExportedProgram, inputs: Sequence[InputSpec], buffers: BufferWatch) -> Made:
+        """``buffers``: the record of the forward. Raises ValueError for a write to anything but a buffer or a frozen
+        parameter."""
         nodes: Any = program.graph.output_node().args[0]
         spec = program.call_spec.out_spec
         structure: Any = unflatten([_LEAF] * spec.num_leaves, spec)
         assigned = iter([a.name for a in buffers.assigned if a.value])
+        parameters = {name: s for s in inputs if s.kind == "parameter" for name in (s.name, *s.aliases)}
         if buffers.assigned:
             structure, spec = structure[0], flatten(structure[0])[1]
         names = enumerate(path for path, _ in paths(structure))
@@ -80,10 +82,12 @@ class Made:
         for node, entry in zip(nodes, program.graph_signature.output_specs, strict=True):
             if entry.kind == OutputKind.BUFFER_MUTATION:
                 new.append((OutputSpec("mutation", str(entry.target)), node))
+            elif entry.kind == OutputKind.PARAMETER_MUTATION:
+                new.append((OutputSpec("mutation", _written_parameter(parameters[str(entry.target)])), node))
             elif entry.kind != OutputKind.USER_OUTPUT:
                 raise ValueError(
-                    f"capture: the model writes to {entry.target!r} ({entry.kind.name.lower()}); only buffers may be "
-                    "changed by a forward: clone the tensor before writing to it"
+                    f"capture: the forward writes to its input {entry.target!r}; only buffers and frozen parameters "
+                    "may be changed by a forward: clone the tensor before writing to it"
                 )
             elif (leaf := next(names, None)) is None:
                 new.append((OutputSpec("mutation", next(assigned), assigned=True), node))
@@ -96,6 +100,17 @@ class Made:
         made.outputs += [s for s, _ in new]
         made.values += [n for _, n in new]
         return made
+
+
+def _written_parameter(spec: InputSpec) -> str:
+    """The name of a parameter that the forward writes to. Raises ValueError for one that is trained: its gradient would
+    be that of a value which no parameter holds any more."""
+    if spec.requires_grad:
+        raise ValueError(
+            f"capture: the forward writes to parameter {spec.name}, which is trained; write to it between steps, or "
+            "compute with a new tensor; freeze it (requires_grad_(False)) if the forward alone updates it"
+        )
+    return spec.name
 
 
 def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: Sequence[OutputSpec]) -> tuple[str, ...]:
@@ -134,15 +149,15 @@ def _is_view(node: Node) -> bool:
 
 
 def refuse_writes_again(gm: GraphModule) -> None:
-    """Raises ValueError for a buffer that the forward updates from its old value, or computes with, within a
-    `torch.utils.checkpoint`: torch's backward runs that a second time, on the updated buffer."""
+    """Raises ValueError for state that the forward updates from its old value, or computes with, within a
+    `torch.utils.checkpoint`: torch's backward runs that a second time, on the updated value."""
     signature = gm.meta["signature"]
     written = {spec.name for spec in signature.outputs if spec.kind == "mutation"}
-    buffers = {spec.node: spec.name for spec in signature.inputs if spec.kind == "buffer" and spec.name in written}
-    checkpointed = (node for node in gm.graph.nodes if "ac_region" in node.meta) if buffers else ()
-    if buffer := next((buffers[x.name] for node in checkpointed for x in _read(node) if x.name in buffers), None):
+    state = {s.node: f"{s.kind} {s.name}" for s in signature.inputs if s.name in written and s.kind in _STATE}
+    checkpointed = (node for node in gm.graph.nodes if "ac_region" in node.meta) if state else ()
+    if found := next((state[x.name] for node in checkpointed for x in _read(node) if x.name in state), None):
         raise ValueError(
-            f"capture: the forward writes to buffer {buffer} and reads it within torch.utils.checkpoint, which torch "
+            f"capture: the forward writes to {found} and reads it within torch.utils.checkpoint, which torch "
             "recomputes in the backward from the written value; turn the model's checkpoints off, and use "
             'parallelize(..., activation_checkpoint="full") or memory_limit=, which recompute without the write'
         )
@@ -159,6 +174,7 @@ def _may_carry(node: Node) -> bool:
 
 
 _OVERWRITES = (torch.ops.aten.copy.default, torch.ops.aten.fill.Scalar, torch.ops.aten.fill.Tensor)
+_STATE = ("buffer", "parameter")
 _LEAF = object()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import conversion_of, is_cast_input, is_conversion
-from autopar.ir.graph import placeholders
+from autopar.ir.graph import ancestors, placeholders, reach
 from autopar.ir.meta import input_specs
 from autopar.ir.placement import Placement, Shard, conversion
 
@@ -39,6 +39,16 @@ class Flow:
     def is_free(self, node: Node) -> bool:
         """Whether a value depends on no parameter."""
         return node not in self.parameter_only and node not in self._main
+
+
+def home_of(value: Node, part_of: Mapping[Node, int], flow: Flow) -> int | None:
+    """The stage that computes an output. One of parameters alone (the vectors of a spectral norm, the weights of a
+    momentum encoder) belongs to the first stage that uses any of these; None for one without any."""
+    if value in part_of:
+        return part_of[value]
+    sources = [n for n in ancestors([value]) if flow.kinds.get(n.name) == "parameter"]
+    users = reach(sources, lambda node: node.users)
+    return min((part_of[n] for n in users if n in part_of), default=None)
 
 
 def flow_of(gm: GraphModule, inputs: Mapping[str, Mapping[str, Placement]] | None = None) -> Flow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,8 @@ _POSITIONS = "compute_3d_position_ids"
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "input_values")
 PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 MERGED = ("image_merge_sizes", "video_merge_sizes")
-SIZES = (*PATCHES.values(), *MERGED, "image_sizes", "spatial_shapes")  # of images and clips
+_COUNTS = ("target_sizes", "target_sizes_videos", "images_per_sample")
+SIZES = (*PATCHES.values(), *MERGED, *_COUNTS, "image_sizes", "spatial_shapes")  # of images and clips, their numbers
 WITHOUT_BATCH = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
 
 
@@ -37,8 +39,9 @@ def batch_dims(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | No
 
 
 def static_inputs(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Sizes of images: the model's code loops over them."""
-    return tuple(name for name in SIZES if isinstance(batch.get(name), Tensor))
+    """Sizes of images: the model's code loops over them, and where it has shapes of patches over their mask, too."""
+    masks = ("pixel_attention_mask",) if isinstance(batch.get("spatial_shapes"), Tensor) else ()
+    return tuple(name for name in (*SIZES, *masks) if isinstance(batch.get(name), Tensor))
 
 
 def positions_of_images(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -52,7 +55,8 @@ def positions_of_images(model: nn.Module, batch: Mapping[str, Any]) -> dict[str,
         return {}
     takes = inspect.signature(getattr(owner, _POSITIONS)).parameters.values()
     known = {p.name: given.get(p.name) for p in takes if p.name in given or p.default is p.empty}
-    before = getattr(owner, "rope_deltas", None)
-    found = getattr(owner, _POSITIONS)(**known)
+    before, found = getattr(owner, "rope_deltas", None), None
+    with contextlib.suppress(ValueError):  # of an input that is missing: the forward says so, if it asks for positions
+        found = getattr(owner, _POSITIONS)(**known)
     owner.rope_deltas = before  # for generation, which starts from its own prompt
     return {} if found is None else {"position_ids": found}

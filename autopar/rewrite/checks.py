@@ -25,7 +25,7 @@ from autopar.ir.graph import (
     shape_on,
     values,
 )
-from autopar.ir.meta import input_specs, names_of_parameters
+from autopar.ir.meta import input_specs, names_of_parameters, signature_of
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
 from autopar.ir.storages import shared_outputs
 from autopar.rewrite.compilation import Compilation
@@ -57,6 +57,7 @@ def check_placements(gm: GraphModule, ctx: Compilation) -> None:
     for axis in ctx.mesh.cut_order:
         _check_inputs(gm, axis, ctx)
         _check_outputs(gm, axis)
+        _check_new_state(gm, axis, ctx)
 
 
 def check_types(gm: GraphModule, ctx: Compilation, nodes: Iterable[Node] | None = None) -> None:
@@ -143,6 +144,17 @@ def _check_outputs(gm: GraphModule, axis: str) -> None:
         if placement(value, axis) != expected:
             found = placement(value, axis)
             raise PlacementError(f"axis {axis!r}: output {value.name} is {found}, a loss must be {expected}")
+
+
+def _check_new_state(gm: GraphModule, axis: str, ctx: Compilation) -> None:
+    """A new value of a buffer or of a parameter is as that is stored: the runtime copies it into the rank's piece."""
+    if ctx.plan is None or axis == "sl":
+        return
+    for spec, value in zip(signature_of(gm).outputs, outputs(gm), strict=True):
+        if spec.kind == "mutation" and isinstance(value, Node):
+            have, stored = placement(value, axis), ctx.plan.parameter(spec.name, axis).stored
+            if not matches(have, stored, has_gradient(value)):
+                raise PlacementError(f"axis {axis!r}: the new value of {spec.name} is {have}, it is stored as {stored}")
 
 
 def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:

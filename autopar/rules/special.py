@@ -396,6 +396,8 @@ def conversion_of_other_axis(call: Call) -> Rule:
         rows = (("in", a // outer // unit), ("out", b // outer // unit))
         ranks_in, ranks_out = (call.factor(f"{way}{i}", n // shared) for way, n in rows)
         blocked |= {f: "another axis converts it" for f in (*ranks_in, *ranks_out)}
+        if len(touched[i].blocks) > repetitions(touched[i].blocks):  # shards of several blocks do not lie side by side
+            blocked |= dict.fromkeys(piece, "another axis converts several blocks of it, each for itself")
         dims_in.append((*major, *ranks_in, *piece, *minor))
         dims_out.append((*major, *ranks_out, *piece, *minor))
     return call.rule([tuple(dims_in)], [tuple(dims_out)], blocked=blocked, linear=UNARY, keep_partial=True)

@@ -97,7 +97,7 @@ add(
     "heaviside eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ "
     "__xor__ add.Scalar sub.Scalar rsub nan_to_num threshold hardshrink softshrink erfinv logit exp2 sgn tan asin acos "
     "atan sinh cosh atanh polygamma special_zeta div.Tensor_mode div.Scalar_mode polar complex real imag silu_backward "
-    "lerp addcmul addcdiv",
+    "lerp addcmul addcdiv special_laguerre_polynomial_l special_legendre_polynomial_p",
     pointwise(),
 )
 add("neg clone alias contiguous detach lift_fresh_copy", pointwise("unary", keep=True))

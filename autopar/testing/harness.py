@@ -200,10 +200,13 @@ class MeshRun:
         return losses, {name: [of_rank[n] for of_rank in sums] for n, name in names.items()}
 
     def wrong_buffers(self, expected: Expected) -> list[str]:
-        """Buffers that differ from one process after the last step, on any rank."""
-        return sorted(
-            {n for own in self.buffers for n, x in own.items() if not difference(x, expected.buffers[n]) < LIMIT}
-        )
+        """Buffers and frozen parameters that differ from one process after the last step, on any rank."""
+        wrong = set()
+        for own, at in zip(self.buffers, self.mesh.coordinates(), strict=True):
+            for name, x in own.items():
+                right = nested_piece(expected.buffers[name], self.placed.get(name, {}), self.mesh.cut_order, at)
+                wrong |= set() if difference(x, right) < LIMIT else {name}
+        return sorted(wrong)
 
     def errors(self, expected: Expected) -> list[Errors]:
         """Run a step and compare it with one process, on every rank."""

@@ -26,7 +26,8 @@ LIMIT = 1e-10  # of the loss and of every gradient, in float64
 
 
 class Expected(NamedTuple):
-    """Loss, gradients (None for a parameter without) and buffers after a step of one process."""
+    """Loss and gradients (None for a parameter without) of a step of one process; buffers: these and the frozen
+    parameters after it, since a forward may write to both."""
 
     loss: float
     gradients: dict[str, Tensor | None]
@@ -43,9 +44,10 @@ def total_loss(output: Any) -> Tensor:
 
 
 def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -> Expected:
-    """Run one process with float32 islands in float64; buffers of the model are restored. ``seed``: of the step whose
-    dropout masks to use."""
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    """Run one process with float32 islands in float64; buffers and frozen parameters of the model are restored.
+    ``seed``: of the step whose dropout masks to use."""
+    state = dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    before = {n: x.detach().clone() for n, x in state.items()}
     model.zero_grad()
     masks = contextlib.nullcontext() if seed is None else shared_random(seed)
     load_adapters(model)
@@ -54,10 +56,12 @@ def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -
     with LiftFloat32(), contextlib.nullcontext() if adapter is None else adapter.reference(model), masks:
         loss = total_loss(model(**arguments))
         loss.backward()
-    after = {n: b.clone() for n, b in model.named_buffers()}
+    after = dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if n in state}
+    after = {n: x.detach().clone() for n, x in after.items()}
     with torch.no_grad():
-        for name, before in buffers.items():
-            model.get_buffer(name).copy_(before)
+        for name, value in before.items():
+            path, _, key = name.rpartition(".")
+            getattr(model.get_submodule(path), key).copy_(value)
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return Expected(float(loss.detach()), gradients, after)

@@ -3,6 +3,7 @@
 from tests.outside import diffusion as diffusion
 from tests.outside import experts_of_others as experts_of_others
 from tests.outside import multimodal as multimodal
+from tests.outside import newer_families as newer_families
 from tests.outside import others as others
 from tests.outside import plain_ideas as plain_ideas
 from tests.outside import plain_nets as plain_nets

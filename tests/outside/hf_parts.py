@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,8 @@ def hf(
 
 
 def conf(name: str, /, **sizes: Any) -> Any:
-    return getattr(library("transformers"), name)(**sizes)
+    """A config. It gets copies: some write defaults into the dicts that they are given."""
+    return getattr(library("transformers"), name)(**copy.deepcopy(sizes))
 
 
 def labelled(length: int = 16) -> dict[str, Tensor]:

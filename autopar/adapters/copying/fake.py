@@ -178,6 +178,11 @@ class Owned:
         return self._names.get(StorageWeakRef(x.untyped_storage())) if _has_storage(x) else None
 
 
+def memory_of(x: Tensor) -> int:
+    """An id of the storage of a tensor."""
+    return int(x.untyped_storage()._cdata)
+
+
 def extent_of(x: Tensor) -> int:
     """Number of storage elements from the first to the last of a tensor."""
     if not x.numel():

@@ -27,6 +27,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from autopar.adapters.copying.fake import memory_of
 from autopar.adapters.copying.fake_deepcopy import children
 from autopar.adapters.grad_mode import seen_inference
 from autopar.adapters.keys import Same, told_apart
@@ -74,11 +75,6 @@ class Tensors:
     def place(self, x: Tensor) -> int | None:
         """The index of a tensor that was found before, else None."""
         return self._places.get(id(x))
-
-
-def memory_of(x: Tensor) -> int:
-    """An id of the storage of a tensor."""
-    return int(x.untyped_storage()._cdata)
 
 
 class LayerSignature(NamedTuple):

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.ac_regions import new_regions, next_region
+from autopar.adapters.copying.fake import memory_of
 from autopar.adapters.fx.graph_nodes import copied_node, node_of
 from autopar.adapters.grad_fn_paths import UNKNOWN, GradFnPaths, continues_at, lose_paths, start_of
-from autopar.capture.layer_dedup.layer_signature import memory_of
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -20,8 +20,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.adapters.copying.fake import extent_of
-from autopar.capture.layer_dedup.layer_signature import memory_of
+from autopar.adapters.copying.fake import extent_of, memory_of
 
 
 class BufferAlias(NamedTuple):

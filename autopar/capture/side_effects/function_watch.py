@@ -4,6 +4,7 @@ a real tensor with a gradient, or one of the model's own   refused: reached thro
                                                            class instead of the traced copy; it would get no gradient
 h.register_hook(f), h.retain_grad(), x.backward()          refused: they act on another backward than that of a step
 w.data                                                     read as w.detach(): the same value, in the graph
+w.data = x                                                 a write to w, see `replaced_data`
 if t: raise ...                                            resolved, see `data_dependent_branches`
 lengths.tolist(), x[mask]                                  folded if they depend on no input, see `known_values`
 loss(y[mask], x[mask])                                     keeps all rows and masks them, see `mask_indexing`
@@ -33,8 +34,10 @@ from autopar.adapters.tensors.tags import ReplacedTensors
 from autopar.capture.branches.data_dependent_branches import answered
 from autopar.capture.branches.known_values import REAL, KnownValues, is_real
 from autopar.capture.branches.mask_indexing import MaskIndexing
+from autopar.capture.branches.state_numbers import IntCalls, StateNumbers
 from autopar.capture.reads.code_owners import TORCH, is_ours, is_torchs
 from autopar.capture.side_effects.external_calls import ExternalCalls
+from autopar.capture.side_effects.replaced_data import ReplacedData
 
 # Files whose frames are between a line and the torch function that it calls.
 _DELEGATES = {
@@ -57,7 +60,8 @@ class FunctionWatch(TorchFunctionMode):
     at fault; ``refused`` keeps the first error, in case the forward catches it. ``running``: whether the forward is
     running (the export calls functions before and after it). ``said``: warnings. ``known``: constant values.
     ``gradients``: for each output leaf, the parameters that its backward reaches, or None if unknown.
-    ``asks_grad_mode``: whether the forward has read the grad mode. ``outside``: its external calls.
+    ``asks_grad_mode``: whether the forward has read the grad mode. ``outside``: its external calls. ``int_calls``: gets
+    the code that calls ``int`` on a buffer.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class FunctionWatch(TorchFunctionMode):
         instead: Mapping[Callable[..., Any], Callable[..., Any]],
         noted: Callable[[Any], None] = lambda _: None,
         before_call: Callable[..., None] = lambda *_: None,
+        int_calls: IntCalls | None = None,
     ) -> None:
         super().__init__()
         self._instead, self._noted, self._before_call = instead, noted, before_call
@@ -76,6 +81,8 @@ class FunctionWatch(TorchFunctionMode):
         self.outside = ExternalCalls(self.refuse)
         self.known = KnownValues()
         self.rows = MaskIndexing(self.refuse)
+        self.replaced = ReplacedData(replica, self.refuse)
+        self.numbers, self._int_calls = StateNumbers(replica, self.refuse), int_calls
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
         self.running = False
@@ -114,10 +121,20 @@ class FunctionWatch(TorchFunctionMode):
             self.asked_grad_mode()
         if func is Tensor.is_inference and (frame := caller()) is not None and is_outside(frame):
             self.asked_inference()
+        if func == _SET_DATA and type(args[0]) not in REAL:
+            return self.replaced.replace(*args)
+        self.replaced.check(func, (args, kwargs))
         if func == _DATA and type(args[0]) not in REAL:
-            return args[0].detach()
+            made = args[0].detach()
+            self.replaced.note(args, made)
+            return made
         if known := self.known.answer(func, args, kwargs):
             return known[0]
+        if func is Tensor.__int__ and self._int_calls is not None and self.numbers.of(args[0]) is not None:
+            self._int_calls.add(caller())
+        if number := self.numbers.called(func, args):
+            return number[0]
+        args = self.numbers.with_indices(func, args)
         if func in _TRUTH and not any(type(x) in REAL for x in args) and (frame := caller()) is not None:
             if (some := self.rows.truth(func, args[0], frame)) is not None:
                 return some
@@ -132,6 +149,7 @@ class FunctionWatch(TorchFunctionMode):
         self._before_call(func, args, kwargs)
         written = self.known.before_write(func, args, kwargs)
         made = self._instead.get(func, func)(*args, **kwargs)
+        self.replaced.note((args, kwargs), made)
         if not any(made is x for x in args):
             self._noted(made)
         self.known.note(func, args, kwargs, made, written)
@@ -295,6 +313,7 @@ def _is_outside(file: str) -> bool:
 
 _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
+_SET_DATA: Callable[..., Any] = _ATTRIBUTES.data.__set__
 _TELLS_GRAD_MODE = {_ATTRIBUTES.requires_grad.__get__, _ATTRIBUTES.grad_fn.__get__, _ATTRIBUTES.is_leaf.__get__}
 _TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _ON_A_MESH = (
@@ -307,7 +326,6 @@ _REFUSED: dict[Any, str] = {
     Tensor.register_post_accumulate_grad_hook: f"a gradient hook in the forward would not be called: {_GRADIENT}",
     Tensor.retain_grad: f"the gradient of an intermediate value would not be kept: {_GRADIENT}",
     _ATTRIBUTES.grad.__get__: "the forward reads a gradient, which would be a constant; pass it in as an input",
-    _ATTRIBUTES.data.__set__: "the forward replaces the data of a tensor; return the value, or copy_ it into a buffer",
     Tensor.backward: "a backward within the forward cannot be captured; return the loss",
     torch._VF._pack_padded_sequence: (
         "pack_padded_sequence makes data-dependent sizes from lengths; run the RNN on the padded sequences, and gather "

@@ -61,8 +61,14 @@ def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]])
     _keep_metas(graph.output_node(), program.graph_module.graph.output_node())
     graph.eliminate_dead_code()
     program.graph_module.graph = graph
+    parameters = program.graph_signature.parameters
     program.graph_signature.output_specs[:0] = [
-        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(node.name), name) for name, node in written.items()
+        OutputSpec(
+            OutputKind.PARAMETER_MUTATION if name in parameters else OutputKind.BUFFER_MUTATION,
+            TensorArgument(node.name),
+            name,
+        )
+        for name, node in written.items()
     ]
     return program
 
@@ -114,14 +120,16 @@ def _written(node: Node) -> Node:
 
 
 def _buffers(program: ExportedProgram) -> dict[Node, str]:
-    """The placeholders of buffers that share storage with no other input."""
+    """The placeholders of buffers and frozen parameters that share storage with no other input."""
     signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
     given = (tensors.get(str(spec.target)) for spec in signature.input_specs)
     shared = Counter(x.untyped_storage()._cdata for x in given if isinstance(x, Tensor))
     names = {
         spec.arg.name: str(spec.target)
         for spec in signature.input_specs
-        if spec.kind == InputKind.BUFFER and shared[tensors[spec.target].untyped_storage()._cdata] == 1
+        if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER)
+        and not (spec.kind == InputKind.PARAMETER and tensors[spec.target].requires_grad)
+        and shared[tensors[spec.target].untyped_storage()._cdata] == 1
     }
     return {n: names[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in names}
 

@@ -118,4 +118,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.view_copy.default: copy_of(aten.reshape.default),
     aten.expand_copy.default: copy_of(aten.expand.default),
     aten.narrow_copy.default: copy_of(aten.narrow.default),
+    aten.squeeze_copy.default: copy_of(aten.squeeze.default),
+    aten.squeeze_copy.dim: copy_of(aten.squeeze.dim),
+    aten.squeeze_copy.dims: copy_of(aten.squeeze.dims),
+    aten.split_with_sizes_copy.default: lambda *args: [part.clone() for part in aten.split_with_sizes.default(*args)],
 }

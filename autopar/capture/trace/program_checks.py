@@ -23,7 +23,8 @@ def refuse_overlaps(
     program: ExportedProgram, parameters: Mapping[str, nn.Parameter], overlaps: Collection[tuple[str, str]]
 ) -> None:
     """Raises ValueError for tensors that a step changes and that share memory with another tensor of the model."""
-    written = {s.target for s in program.graph_signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
+    kinds = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+    written = {s.target for s in program.graph_signature.output_specs if s.kind in kinds}
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     for pair in overlaps:
         if not {*pair}.isdisjoint(written | trained):

@@ -404,7 +404,7 @@ def _masked_scatter(local: _Local) -> None:
     rows = math.prod(source.meta["val"].shape) * math.prod(mask.meta["val"].shape) // math.prod(shape)
     text = (
         f"{_source_of(mask, local.gm, 'a mask')} fills {{found}} entries of {describe(local.node)} on a rank that has "
-        f"{rows} rows: each example needs its own rows, in the order of the examples"
+        f"{rows} rows: each example needs its own rows, in the order of the examples, and none that torch leaves out"
     )
     watched = insert_call(local.node, torch.ops.autopar.watch_count.default, (mask, rows, text), like=mask)
     inherit(watched, mask, TYPES)

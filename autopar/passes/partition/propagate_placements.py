@@ -168,9 +168,11 @@ class _PlacementSweep:
         set_placement(node, self.axis, chosen)
 
     def _finish_outputs(self) -> None:
-        """Scalars and partial values leave as Invariant; tensors leave as they are sharded."""
+        """Scalars and partial values leave as Invariant, new values of state as it is stored; other tensors leave as
+        they are sharded."""
         out = output_node(self.gm)
-        mutations = {i for i, o in enumerate(signature_of(self.gm).outputs) if o.kind == "mutation"}
+        specs = enumerate(signature_of(self.gm).outputs)
+        mutations = {i: self.plan.parameter(o.name, self.axis).stored for i, o in specs if o.kind == "mutation"}
         for i, value in enumerate(list(out.args[0])):  # type: ignore[arg-type]
             if not isinstance(value, Node):
                 continue
@@ -178,8 +180,9 @@ class _PlacementSweep:
             scalar = not value.meta["val"].dim()
             if isinstance(have, Replicate) and has_gradient(value) and scalar:
                 value, have = self._converted(value, PARTIAL, out), PARTIAL
-            if isinstance(have, Partial) or (i in mutations and not matches(have, INVARIANT, has_gradient(value))):
-                value = self._converted(value, INVARIANT, out)
+            need = mutations.get(i, INVARIANT)
+            if isinstance(have, Partial) or (i in mutations and not matches(have, need, has_gradient(value))):
+                value = self._converted(value, need, out)
             out.update_arg(0, tuple(value if j == i else v for j, v in enumerate(out.args[0])))  # type: ignore[arg-type]
 
     # --- one op -------------------------------------------------------------------------------------------

@@ -25,17 +25,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.custom_backward import own_backward_arguments
-from autopar.ir.flow import Flow
+from autopar.ir.flow import Flow, home_of
 from autopar.ir.graph import (
     add_placeholder,
-    ancestors,
     copy_node,
     extracted,
     has_gradient,
     is_call,
     loss_places,
     outputs,
-    reach,
 )
 from autopar.ir.signature import Signature
 from autopar.ops.gradient import OWN_BACKWARD
@@ -141,21 +139,13 @@ class _Cutter:
         for i, (spec, value) in enumerate(zip(specs, outputs(self.gm), strict=True)):
             if not isinstance(value, Node):
                 continue
-            part = self._home(value)
+            home = home_of(value, self.part_of, self.flow)
+            part = self.count - 1 if home is None else home
             if spec.kind == "own":  # keys for later token slices: they receive a gradient like a sent value
                 found[part].append((value.name, "sent", value))
                 continue
             found[part].append((output(i), "loss" if i in losses else spec.kind, value))
         return found
-
-    def _home(self, value: Node) -> int:
-        """The stage that computes an output. An output of parameters alone (the vectors of a spectral norm) belongs to
-        the stage that uses and stores these; one without operands to the last stage."""
-        if value in self.part_of:
-            return self.part_of[value]
-        sources = [n for n in ancestors([value]) if self.flow.kinds.get(n.name) == "parameter"]
-        users = reach(sources, lambda node: node.users)
-        return min((self.part_of[n] for n in users if n in self.part_of), default=self.count - 1)
 
     def _edges(self) -> tuple[list[P2PEdge], list[list[Node]], list[list[Node]]]:
         """Main values that later stages use travel from user to user."""

@@ -20,10 +20,10 @@ from autopar.cost.flops import node_seconds
 from autopar.cost.hardware import Links, device_of
 from autopar.cost.memory import static_bytes
 from autopar.ir.conversions import is_conversion
-from autopar.ir.flow import Flow, flow_of
-from autopar.ir.graph import ancestors, described_at, nbytes
+from autopar.ir.flow import Flow, flow_of, home_of
+from autopar.ir.graph import ancestors, described_at, nbytes, outputs
 from autopar.ir.mesh import Mesh
-from autopar.ir.meta import names_of_parameters
+from autopar.ir.meta import names_of_parameters, signature_of
 from autopar.ir.signature import ParameterSpec
 from autopar.ir.storages import shares_storage
 from autopar.options import Options
@@ -195,12 +195,17 @@ class _Planner:
         return list(accumulate(changes))[: len(units) - 1]
 
     def holders(self, cuts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-        """Parameter -> the parts that use it; () if none does."""
+        """Parameter -> the parts that use it, or compute its new value or that of another with it; () if none does."""
         part_of = parts_by_node(*resolve(self.main, cuts))
         found: dict[str, set[int]] = {name: set() for name in self.names.values()}
         for node, part in part_of.items():
             for name in self.weights(node):
                 found[name].add(part)
+        for spec, value in zip(signature_of(self.gm).outputs, outputs(self.gm), strict=True):
+            if spec.kind == "mutation" and value in self.flow.parameter_only:
+                home = home_of(value, part_of, self.flow)
+                for name in (self.names[x.name] for x in ancestors([value]) if x.name in self.names):
+                    found[name].add(len(cuts) if home is None else home)
         return {name: tuple(sorted(parts)) for name, parts in found.items()}
 
     def _parameters_behind(self, node: Node) -> list[str]:

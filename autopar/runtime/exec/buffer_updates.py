@@ -2,6 +2,7 @@
 
     self.c.mul_(0.5)        the value is written into the tensor, visible through all references, as in torch
     self.c = self.c * 0.5   a new tensor becomes the buffer; the old one is unchanged
+    k.lerp_(q, 0.01)        k a frozen parameter (of a momentum encoder): each rank writes to the piece that it stores
 
 A step computes values and writes no buffers itself. So values in a buffer's memory are copied before the write: slots
 that the backward reads, and the buffer itself if outputs depend on it whose gradient only another step computes.
@@ -44,8 +45,8 @@ class _RefusedGradient(torch.autograd.Function):
 
 
 class BufferUpdates:
-    """The buffer updates of one compiled step. written: index of an output -> buffer that it is written into. bound:
-    buffers that are replaced by other tensors.
+    """The buffer updates of one compiled step. written: index of an output -> buffer or parameter that it is written
+    into. bound: buffers that are replaced by other tensors.
 
     reads: slots that the backward reads. tangents: names of the outputs that are differentiated.
     """
@@ -56,6 +57,7 @@ class BufferUpdates:
         self.written = {i: spec.name for i, spec in new if not spec.assigned}
         self.bound: dict[str, Assignment] = {a.name: a for a in signature.assigned}
         self._places = {spec.name: i for i, spec in new if spec.assigned}
+        self._in_parameters = not {p.name for p in compiled.parameters}.isdisjoint(self.written.values())
         self._unkept = signature.unkept
         self._keeps_dtypes = bool(compiled.plan.options.precision.compute)
         dependent = {output_place(name) for part in compiled.pipeline.parts for name in part.dependent}
@@ -108,8 +110,12 @@ class BufferUpdates:
     @torch.no_grad()
     def _store(self, tree: ShardedModules, made: list[Any], differentiated: bool) -> None:
         before = tree.buffers()
+        targets = dict(before)
+        if self._in_parameters:  # of which other stages may hold some
+            targets |= {name: x for name, x in tree.pieces().items() if name in tree.here}
         values = {i: made[i].clone() if i in self._copied else made[i] for i in (*self.written, *self._places.values())}
-        copy_all([before[name] for name in self.written.values()], [values[i] for i in self.written])
+        here = [(targets[name], values[i]) for i, name in self.written.items() if name in targets]
+        copy_all([target for target, _ in here], [value for _, value in here])
         after: dict[str, Tensor | None] = {}
         for name, assigned in self.bound.items():
             if assigned.alias is not None:
@@ -187,5 +193,5 @@ def _that_outputs_depend_on(compiled: Compiled, names: set[str]) -> list[str]:
     reached = ancestors(results)
     read = {name for name, node in zip(forward.inputs, placeholders(forward.graph), strict=True) if node in reached}
     taken = set(forward.inputs)
-    nodes = {spec.name: spec.node for spec in compiled.signature.inputs if spec.kind == "buffer"}
+    nodes = {spec.name: spec.node for spec in compiled.signature.inputs if spec.kind in ("buffer", "parameter")}
     return [name for name in sorted(names) if (node := nodes.get(name)) in read or (node and node not in taken)]

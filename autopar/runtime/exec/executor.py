@@ -340,7 +340,11 @@ class Executor:
         return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
 
     def _outputs(self, found: Mapping[str, Any]) -> list[Any]:
-        return [found.get(output(i)) for i in range(len(self.compiled.signature.outputs))]
+        made: list[Any] = [found.get(output(i)) for i in range(len(self.compiled.signature.outputs))]
+        for i, name in self.buffers.written.items():
+            if name in self._padded:
+                made[i] = self._padded[name].cropped(made[i], *self._at)
+        return made
 
     def _start(self, values: Mapping[str, Tensor]) -> list[Any]:
         """Fill new slots with inputs, and run all entries before the first backward."""

@@ -123,6 +123,7 @@ class ValueChecks:
         try:
             yield
         except OpError as error:
+            take_notes()  # of a step that has no result: the next one would report them as its own
             raise refusal_like(error.__cause__ or error, f"step {number}: {error.said}") from error.__cause__
         self.settle(number)
 
