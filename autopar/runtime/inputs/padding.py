@@ -28,6 +28,7 @@ from autopar.capture.trace.export import flatten, paths, unflatten
 from autopar.ir.batch import map_tensors, tensors_of
 from autopar.plan import Plan
 from autopar.runtime.fault.errors import explained
+from autopar.runtime.inputs.image_dealing import dealer_of
 from autopar.runtime.inputs.image_padding import ImagePadder
 from autopar.runtime.inputs.padded_outputs import Growth, Sizes, differences, growth_of, without_padding
 from autopar.runtime.mesh.process_groups import Groups
@@ -125,7 +126,9 @@ class BatchPadder:
         self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
-        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy)
+        deals = plan.options.deal_images
+        dealer = dealer_of(groups) if deals else None
+        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy, dealer, deals is True)
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
 
     def fit(self, batch: dict[str, Any], outputs: bool = False) -> dict[str, Any]:
