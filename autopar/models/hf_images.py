@@ -46,6 +46,7 @@ RESULTS = {
     "get_vision_interpolation_indices_and_weights": ("interp_indices", "interp_weights"),
 }
 ORDER, SHAPES, PLACES, SPLITS, AXIS = "window_index", "image_shapes", "places", "splits", "axis"
+OWN = (PLACES, SHAPES, SPLITS, AXIS)  # inputs that a tower does not take
 LONGEST = {"max_seqlen": 1, "max_window_seqlen": 1}  # of kernels that we do not call
 _FOUND: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("_FOUND")  # in a running forward
 OF_SPLITS = {"prod", "floor_divide", "__floordiv__", "tolist", "__pow__"}  # how many features an image has
@@ -361,42 +362,39 @@ def _features(kind: Kind) -> Callable[..., Any]:
         places, segments = given[PLACES], given["cu_seqlens"]
         found = _FOUND.get({})
         found[SHAPES] = given.get(SHAPES)
-        extra = {name: x for name, x in given.items() if name not in (PLACES, SHAPES, SPLITS, AXIS)} | LONGEST
+        extra = {name: x for name, x in given.items() if name not in OWN} | LONGEST
         if "cu_window_seqlens" in given:
             side = _side(self)
             extra[ORDER] = torch.arange(segments.numel() // side**2, device=pixels.device)
         made = own(self, pixels, grids, **kwargs, **{f"{kind.name}_{name}": x for name, x in extra.items()})
         found[kind.name] = mask = places >= 0
-        rows = segments.shape[0]
-        made.pooler_output = _placed(_returned(torch.cat(made.pooler_output), given, rows), places, mask, rows)
+        made.pooler_output = _placed(_returned(made.pooler_output, given), places, mask)
         if getattr(made, "deepstack_features", None) is not None:
-            layers = [torch.cat(tuple(x)) for x in made.deepstack_features]
-            made.deepstack_features = [_placed(_returned(x, given, rows), places, mask, rows) for x in layers]
+            made.deepstack_features = [_placed(_returned(x, given), places, mask) for x in made.deepstack_features]
         return made
 
     return features
 
 
-def _returned(features: Tensor, given: Mapping[str, Any], rows: int) -> Tensor:
-    """Features of the images that ranks compute [rows * F, W] -> of those of their texts [rows * T, W], for T tokens in
-    a row."""
-    if SPLITS not in given:
-        return features
-    splits, tokens = given[SPLITS], given[PLACES].numel() // rows
-    ranks, width = splits.shape[-1], features.shape[-1]
-    of_ranks = features.view(ranks, rows // ranks, -1, width), splits.view(ranks, rows // ranks, 2, ranks)
-    back: Tensor = torch.ops.autopar.dealt_rows(*of_ranks, False, tokens, given[AXIS])
-    return back.view(-1, width)
-
-
-def _placed(features: Tensor, places: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """Features of all images -> those that tokens take, in their order."""
+def _returned(pieces: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
+    """Features of the images that ranks compute -> of those of their texts, [rows, T, W]; a row is a microbatch of a
+    rank, and has at most as many features as tokens."""
+    features, rows = torch.cat(tuple(pieces), 0), given["cu_seqlens"].shape[0]
     width = features.shape[-1]
+    if SPLITS in given:
+        ranks, tokens = given[SPLITS].shape[-1], given[PLACES].numel() // rows
+        x, splits = features.view(ranks, rows // ranks, -1, width), given[SPLITS].view(ranks, rows // ranks, 2, ranks)
+        features = torch.ops.autopar.dealt_rows(x, splits, False, tokens, given[AXIS])
+    return features.view(rows, -1, width)
+
+
+def _placed(features: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Features of all images [rows, T, W] -> those that tokens take, in their order."""
+    rows, _, width = features.shape
     if rows == 1:
-        taken = features.index_select(0, places.flatten().clamp(min=0))
+        taken = features[0].index_select(0, places.flatten().clamp(min=0))
     else:
-        index = places.reshape(rows, -1, 1).clamp(min=0).expand(-1, -1, width)
-        taken = features.view(rows, -1, width).gather(1, index)
+        taken = features.gather(1, places.reshape(rows, -1, 1).clamp(min=0).expand(-1, -1, width))
     return (taken.view(*places.shape, width)[mask],)
 
 
@@ -517,10 +515,10 @@ class ImagesOfBatch:
 
 
 def _features_of(tower: Tower, grids: Tensor, starts: Sequence[int]) -> Tensor:
-    """Where the features of images are, whose patches begin at ``starts`` among those of other images."""
+    """Where the features of images are, before whose patches there are so many others (`Dealt.starts`)."""
     sizes = grids.prod(-1)
-    moved = torch.tensor(starts, dtype=torch.int64) - sizes.cumsum(0) + sizes
-    return tower.order(grids).argsort() + (moved // tower.merged).repeat_interleave(sizes // tower.merged)
+    moved = (torch.tensor(starts, dtype=torch.int64) - sizes.cumsum(0) + sizes) // tower.merged
+    return tower.order(grids).argsort() + moved.repeat_interleave(sizes // tower.merged)
 
 
 def masks_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:

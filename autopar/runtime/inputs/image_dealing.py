@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,12 +31,12 @@ HOME, ROW, GRID = 0, 1, slice(2, 5)  # columns of a table of images
 
 @dataclass(frozen=True)
 class Dealt:
-    """The images that a rank computes, one microbatch after the other.
+    """The images that a rank computes.
 
-    pixels: [P, ...], their patches. grids: of each microbatch, [n, 3]. splits: [microbatches, 2, ranks], how many
-    patches are computed for each rank, and how many each computes for this one; None: all are this rank's own. starts:
-    of each microbatch, for each image of this rank's own text, how many patches come before it among those computed for
-    this rank. axis: whose ranks.
+    pixels: [P, ...], their patches, one microbatch after the other. grids: of each microbatch, [n, 3]. starts: of each
+    microbatch, for each image of this rank's own text, how many patches are before it where features of all ranks have
+    come. splits: [microbatches, 2, ranks], for how many patches features go to each rank of ``axis``, and come from
+    each; None: all images are this rank's own.
     """
 
     pixels: Tensor
@@ -48,13 +48,13 @@ class Dealt:
 
 def kept(pixels: Tensor, grids: Sequence[Tensor]) -> Dealt:
     """Each rank computes its own images."""
-    return Dealt(pixels, grids, [_starts(g.prod(-1).tolist()) for g in grids])
+    return Dealt(pixels, grids, [(g.prod(-1).cumsum(0) - g.prod(-1)).tolist() for g in grids])
 
 
 @dataclass(frozen=True)
 class Division:
     """Who computes the images of all ranks. table: [N, 5], home rank, microbatch and grid (frames, height, width) of
-    each, the homes in order; owners: the rank that computes it."""
+    each, the homes in order; owners: the rank that computes it; rows: microbatches."""
 
     table: Tensor
     owners: Sequence[int]
@@ -67,62 +67,64 @@ class Division:
         found: list[int] = self.table[:, GRID].prod(-1).tolist()
         return found
 
+    @functools.cached_property
+    def homes(self) -> list[int]:
+        """The rank with the text of each image."""
+        found: list[int] = self.table[:, HOME].tolist()
+        return found
+
+    @functools.cached_property
+    def of_rows(self) -> list[int]:
+        """The microbatch of each image."""
+        found: list[int] = self.table[:, ROW].tolist()
+        return found
+
     def patches(self) -> int:
         """The most that a rank computes in a microbatch."""
-        at = torch.tensor(self.owners, dtype=torch.int64) * self.rows + self.table[:, ROW]
-        return int(torch.zeros(self.ranks * self.rows, dtype=torch.int64).index_add_(0, at, self._sizes).max())
+        found = Counter[tuple[int, int]]()
+        for owner, row, size in zip(self.owners, self.of_rows, self.sizes, strict=True):
+            found[owner, row] += size
+        return max(found.values(), default=0)
 
-    @property
-    def _sizes(self) -> Tensor:
-        return torch.tensor(self.sizes, dtype=torch.int64)
+    def exchanged(self, me: int) -> tuple[list[int], list[int], list[int]]:
+        """(the images of rank ``me``, in the order of the ranks that compute them; patches for each rank; patches from
+        each rank)."""
+        sent = [sum(self.sizes[i] for i in self._images(me, rank)) for rank in range(self.ranks)]
+        received = [sum(self.sizes[i] for i in self._images(rank, me)) for rank in range(self.ranks)]
+        return [i for rank in range(self.ranks) for i in self._images(me, rank)], sent, received
 
-    def sent(self, me: int) -> list[int]:
-        """Patches of the images of rank ``me`` for each rank."""
-        return [sum(self.sizes[i] for i in self._images(me, rank)) for rank in range(self.ranks)]
-
-    def received(self, me: int) -> list[int]:
-        """Patches of the images of each rank that ``me`` computes."""
-        return [sum(self.sizes[i] for i in self._images(rank, me)) for rank in range(self.ranks)]
-
-    def sent_order(self, me: int) -> list[int]:
-        """The images of rank ``me``, by their number there, in the order of the ranks that compute them."""
-        own = [i for rank in range(self.ranks) for i in self._images(me, rank)]
-        return [i - min(own) for i in own]
-
-    def _images(self, home: int, owner: int) -> Sequence[int]:
-        return self._by_pair.get((home, owner), ())
+    def _images(self, home: int, rank: int) -> Sequence[int]:
+        return self._by_pair.get((home, rank), ())
 
     @functools.cached_property
     def _by_pair(self) -> dict[tuple[int, int], list[int]]:
         found: dict[tuple[int, int], list[int]] = {}
-        for i, pair in enumerate(zip(self.table[:, HOME].tolist(), self.owners, strict=True)):
+        for i, pair in enumerate(zip(self.homes, self.owners, strict=True)):
             found.setdefault(pair, []).append(i)
         return found
 
     def dealt(self, me: int, pixels: Tensor, axis: str) -> Dealt:
         """What rank ``me`` computes. pixels: of its images, those of each rank after those of the one before."""
-        rows = self.table[:, ROW].tolist()
         computed = [i for home in range(self.ranks) for i in self._images(home, me)]
-        own = [i for owner in range(self.ranks) for i in self._images(me, owner)]
-        parts = dict(zip(computed, pixels.split([self.sizes[i] for i in computed]), strict=True))
-        of_rows = [[i for i in computed if rows[i] == row] for row in range(self.rows)]
-        ordered = [parts[i] for images in of_rows for i in images]
+        patches = dict(zip(computed, pixels.split([self.sizes[i] for i in computed]), strict=True))
         splits = torch.zeros(self.rows, 2, self.ranks, dtype=torch.int64)
-        for way, column, images in ((0, self.table[:, HOME].tolist(), computed), (1, self.owners, own)):
-            for i in images:
-                splits[rows[i], way, column[i]] += self.sizes[i]
-        starts = []
-        for row in range(self.rows):
-            come = [i for i in own if rows[i] == row]
-            before = dict(zip(come, _starts([self.sizes[i] for i in come]), strict=True))
-            starts.append([before[i] for i in sorted(come)])
-        grids = [self.table[images, GRID] for images in of_rows]
-        return Dealt(torch.cat(ordered) if ordered else pixels, grids, starts, splits, axis)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """[3, 1, 2] --> [0, 3, 4]"""
-    return list(itertools.accumulate(sizes, initial=0))[:-1]
+        rows: list[list[int]] = [[] for _ in range(self.rows)]
+        for i in computed:
+            rows[self.of_rows[i]].append(i)
+            splits[self.of_rows[i], 0, self.homes[i]] += self.sizes[i]
+        starts: list[dict[int, int]] = [{} for _ in range(self.rows)]
+        for rank in range(self.ranks):
+            for i in self._images(me, rank):
+                come = splits[self.of_rows[i], 1]
+                starts[self.of_rows[i]][i] = int(come.sum())
+                come[rank] += self.sizes[i]
+        return Dealt(
+            torch.cat([patches[i] for images in rows for i in images]) if computed else pixels,
+            [self.table[images, GRID] for images in rows],
+            [[found[i] for i in sorted(found)] for found in starts],
+            splits,
+            axis,
+        )
 
 
 def division(table: Tensor, ranks: int, rows: int) -> Division:
@@ -149,9 +151,9 @@ def dealt_by_cost(costs: Sequence[int], homes: Sequence[int], ranks: int) -> lis
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], numbers[i], homes[i])):
         while least[0][0] != load[least[0][1]]:
             heapq.heappop(least)
-        owners[i] = rank = homes[i] if load[homes[i]] == least[0][0] else least[0][1]
-        load[rank] += costs[i]
-        heapq.heappush(least, (load[rank], rank))
+        owners[i] = to = homes[i] if load[homes[i]] == least[0][0] else least[0][1]
+        load[to] += costs[i]
+        heapq.heappush(least, (load[to], to))
     return owners
 
 
@@ -164,40 +166,36 @@ class ImageDealer:
     def divided(self, images: Tensor, most: int, rows: int) -> Division:
         """Who computes the images of all ranks. images: [n, 4], microbatch and grid of each of this rank, at most
         ``most`` on any rank."""
-        padded = torch.full((most, 4), -1)
-        padded[: len(images)] = images
-        found = torch.empty(self.ranks, most, 4, dtype=torch.int64)
-        here = self._movable(padded)
-        made = found.to(here.device)
-        with self._explained("comparing the sizes of images"):
-            all_gather_single(made.view(-1), here.view(-1), group=self.groups.group(self.axis))
-        found = made.cpu()
+        padded = torch.full((1, most, 4), -1)
+        padded[0, : len(images)] = images
+        found = self._gathered(padded)
         homes = torch.arange(self.ranks).view(-1, 1, 1).expand(-1, most, 1)
         table = torch.cat([homes, found], -1).flatten(0, 1)
         return division(table[table[:, ROW] >= 0], self.ranks, rows)
 
-    def dealt(self, found: Division, pixels: Tensor, images: Tensor) -> Dealt:
-        """The images that this rank computes. pixels: those of its own ``images`` (see `divided`)."""
-        parts = pixels.split(images[:, 1:].prod(-1).tolist())
-        ordered = [parts[i] for i in found.sent_order(self.me)]
-        return found.dealt(self.me, self._exchanged(torch.cat(ordered) if ordered else pixels, found), self.axis)
-
-    def _exchanged(self, pixels: Tensor, found: Division) -> Tensor:
-        sent, received = found.sent(self.me), found.received(self.me)
-        shape, flat = pixels.shape[1:], pixels.flatten(1).contiguous()
-        here = self._movable(flat.view(torch.uint8))  # which all backends send, whatever the dtype
-        made = here.new_empty(sum(received), here.shape[1])
-        with self._explained("dealing images"):
-            dist.all_to_all_single(made, here, received, sent, group=self.groups.group(self.axis))
-        return made.to(pixels.device).view(pixels.dtype).view(-1, *shape)
-
-    def _movable(self, x: Tensor) -> Tensor:
-        """A tensor where the group can send it."""
+    def _gathered(self, x: Tensor) -> Tensor:
         group = self.groups.group(self.axis)
-        return x if not x.is_cpu or takes_host_tensors(group) else x.to(self.groups.device)
+        here = x if takes_host_tensors(group) else x.to(self.groups.device)
+        made = here.new_empty(self.ranks, *x.shape[1:])
+        with explained("comparing the sizes of images", self.groups.ranks(self.axis)):
+            all_gather_single(made.view(-1), here.view(-1), group=group)
+        return made.cpu()
 
-    def _explained(self, what: str) -> explained:
-        return explained(what, self.groups.ranks(self.axis))
+    def dealt(self, found: Division, pixels: Tensor) -> Dealt:
+        """The images that this rank computes. pixels: those of its own text."""
+        order, sent, received = found.exchanged(self.me)
+        if order:
+            parts = pixels.split([found.sizes[i] for i in sorted(order)])
+            pixels = torch.cat([parts[i - min(order)] for i in order])
+        return found.dealt(self.me, self._exchanged(pixels, sent, received), self.axis)
+
+    def _exchanged(self, pixels: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """On the device, where patches are used."""
+        here = pixels.to(self.groups.device).flatten(1).contiguous().view(torch.uint8)  # every backend sends bytes
+        made = here.new_empty(sum(received), here.shape[1])
+        with explained("dealing images", self.groups.ranks(self.axis)):
+            dist.all_to_all_single(made, here, received, sent, group=self.groups.group(self.axis))
+        return made.view(pixels.dtype).view(-1, *pixels.shape[1:])
 
 
 def dealer_of(groups: Groups) -> ImageDealer | None:

@@ -179,7 +179,7 @@ class ImagePadder:
                 self.dealing.add(name)
             if name in self.dealing:
                 self._patches[name] = patches
-                self._dealt[name] = dealer.dealt(found, read.pixels(name), tables[name])
+                self._dealt[name] = dealer.dealt(found, read.pixels(name))
 
     def fit_again(self, text: dict[str, Any], images: Images) -> dict[str, Any]:
         """`fit` for the last batch."""

@@ -104,7 +104,7 @@ Call = str  # what a call of the model is given, but for sizes and values
 
 class BatchPadder:
     """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``of_rank``: these
-    are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`."""
+    are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`. ``deal_images``: of `Options`."""
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class BatchPadder:
         of_rank: bool = False,
         lift: bool = False,
         microbatches: int = 1,
+        deal_images: bool | str = False,
     ) -> None:
         self.buckets, self.root, self.plan, self.groups, self.evaluate = buckets, root, plan, groups, evaluate
         self.fill, self.of_rank = FILLED | dict(buckets.pad), of_rank
@@ -126,9 +127,8 @@ class BatchPadder:
         self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
-        deals = plan.options.deal_images
-        dealer = dealer_of(groups) if deals else None
-        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy, dealer, deals is True)
+        dealer = dealer_of(groups) if deal_images else None
+        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy, dealer, deal_images is True)
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
 
     def fit(self, batch: dict[str, Any], outputs: bool = False) -> dict[str, Any]:
