@@ -33,7 +33,7 @@ from autopar.adapters.copying.fake import FakeTensorMode, new_mode, structure_co
 from autopar.adapters.dispatch import without_modes
 from autopar.lift_to_float64 import LiftFloat32
 from autopar.models.hf_batches import positions_of_images
-from autopar.runtime.inputs.image_dealing import Dealt
+from autopar.runtime.inputs.image_dealing import Dealt, kept
 
 FLASH = "autopar_flash"  # transformers' towers pass borders of images to an implementation with "flash" in its name
 SMALL = 64  # patches of an image of padding: attention within it costs little
@@ -481,12 +481,13 @@ class ImagesOfBatch:
         """What the number of patches is to be a multiple of."""
         return self._of(name).tower.merged
 
-    def inputs(self, patches: Mapping[str, int], dealt: Mapping[str, Dealt]) -> dict[str, Any]:
-        """The inputs of the step, with so many patches of each kind in each microbatch, of the images that this rank
-        computes."""
+    def inputs(self, patches: Mapping[str, int], dealt: Mapping[str, Dealt] | None = None) -> dict[str, Any]:
+        """The inputs of the step, with so many patches of each kind in each microbatch. ``dealt``: of what kinds this
+        rank computes others than its own."""
         out = dict(self.text)
         for kind, images in self.images.items():
-            out |= self._of_kind(kind, images, patches[kind.name], dealt[kind.name])
+            computed = (dealt or {}).get(kind.name) or kept(images.pixels, images.grids)
+            out |= self._of_kind(kind, images, patches[kind.name], computed)
         return out
 
     def _of_kind(self, kind: Kind, images: _Images, patches: int, dealt: Dealt) -> dict[str, Any]:

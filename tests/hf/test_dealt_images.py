@@ -12,6 +12,8 @@ import torch
 
 import autopar
 from autopar.runtime.inputs.image_dealing import Division, dealt_by_cost, division
+from autopar.runtime.inputs.image_padding import DTYPES, ImagePadder
+from autopar.runtime.module.argument_checks import check_arguments
 from autopar.testing.reference import eager
 from tests.support.ranks import run_ranks
 from tests.support.vision_models import GRID_MODELS, part_with_grids, with_grids
@@ -93,6 +95,27 @@ def test_an_exchange_is_linear_and_its_gradient_goes_back() -> None:
     splits = torch.stack([sent, sent.transpose(0, 2)], 2)
     x = torch.randn(2, 2, 4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: torch.ops.autopar.dealt_rows(x, splits, False, 5, "dp"), (x,))
+
+
+def test_patches_of_another_dtype_than_on_other_ranks() -> None:
+    """Found before they are sent as bytes."""
+
+    def extremes(sizes: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+        """Another rank has float64."""
+        return sizes, sizes | {n: DTYPES.index(torch.float64) + 1 for n in sizes if n == "image dtype"}
+
+    padder, batch = ImagePadder(GRID_MODELS["qwen2"](), 1, False, extremes), with_grids((S, W))  # type: ignore[arg-type]
+    text, images = padder.apart({**batch, "pixel_values": batch["pixel_values"].float()})
+    with pytest.raises(
+        ValueError, match=r"found torch.float64 \[96\] on another rank and torch.float32"
+    ):
+        padder.fit(text, images)
+
+
+def test_graphs_of_a_compiler_do_not_deal() -> None:
+    how = {"seed": 0, "backend": "inductor", "padding": "bucket", "outputs_with_grad": False}
+    with pytest.raises(ValueError, match=r"deal_images: .* found backend=.inductor.; use"):
+        check_arguments(autopar.Options(deal_images=True), None, None, None, **how)  # type: ignore[arg-type]
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------

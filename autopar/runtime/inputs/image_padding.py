@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.front_end import adapter_for
-from autopar.runtime.inputs.image_dealing import Dealt, ImageDealer, kept
+from autopar.runtime.inputs.image_dealing import Dealt, ImageDealer
 
 LEAST = 64  # patches
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
@@ -45,7 +45,7 @@ class OfBatch(Protocol):
         ...
 
     def inputs(self, patches: Mapping[str, int], dealt: Mapping[str, Dealt]) -> dict[str, Any]:
-        """The batch, with so many patches of each kind in each microbatch, of these images."""
+        """The batch, with so many patches of each kind in each microbatch, of these images; else its own."""
         ...
 
 
@@ -143,6 +143,7 @@ class ImagePadder:
         wrong, found = None, dict.fromkeys(images, 0)
         counts = dict(found)
         try:
+            self._check_patches(images)
             read = self.reader.read(text, images, self.microbatches)
             grids = {name: read.grids(name) for name in images}
             found = {name: max(int(g.prod(-1).sum()) for g in of_rows) for name, of_rows in grids.items()}
@@ -163,7 +164,7 @@ class ImagePadder:
             self._first.setdefault(name, n)
         exact = {n for n in largest if self.lazy and 0 < largest[n] == least[n] == self._first[n]}
         self._patches = {name: n if name in exact else bucket(n, read.unit(name)) for name, n in largest.items()}
-        self._dealt = {name: kept(read.pixels(name), read.grids(name)) for name in images}
+        self._dealt = {}
         if self.dealer is not None:
             self._deal(self.dealer, read, most)
         return read.inputs(self._patches, self._dealt)
@@ -180,6 +181,18 @@ class ImagePadder:
             if name in self.dealing:
                 self._patches[name] = patches
                 self._dealt[name] = dealer.dealt(found, read.pixels(name))
+
+    def _check_patches(self, images: Images) -> None:
+        """Raises ValueError for patches unlike those of other ranks."""
+        assert self.reader is not None
+        for name, (pixels, _) in images.items():
+            need, found = self._kinds[name], (pixels.dtype, tuple(pixels.shape[1:]))
+            if found != need:
+                raise ValueError(
+                    f"{self.reader.kinds[name][0]}: all ranks need patches of one dtype and shape, found "
+                    f"{need[0]} {list(need[1])} on another rank and {found[0]} {list(found[1])} here; process images "
+                    "alike on all ranks"
+                )
 
     def fit_again(self, text: dict[str, Any], images: Images) -> dict[str, Any]:
         """`fit` for the last batch."""

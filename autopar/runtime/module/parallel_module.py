@@ -176,18 +176,6 @@ class ParallelModule(ModuleFacade):
             raise ValueError(_NO_WEIGHTS)
         return ServedWeights(self._groups, self._tree, self._cache.plan, self._lift_to_float64)
 
-    def _deals_images(self) -> bool | str:
-        """`Options.deal_images`; False where graphs cannot wait for the host. Raises ValueError if it is True there."""
-        asked: bool | str = self.plan.options.deal_images
-        if self._cache.backend == "eager":
-            return asked
-        if asked is True:
-            raise ValueError(
-                "deal_images: an exchange of features reads its splits on the host, found backend="
-                f'{self._cache.backend!r}; use backend="eager", or deal_images=False'
-            )
-        return False
-
     def pad_batches(self, buckets: PaddingBuckets, ahead: Callable[..., None] | None = None) -> None:
         """Pad batches from now on: see `autopar.PaddingBuckets`. ``ahead`` compiles the step of the next longer batch
         in the background."""
@@ -196,7 +184,8 @@ class ParallelModule(ModuleFacade):
             with torch.no_grad():
                 return self._evaluated((), batch)
 
-        how = (evaluate, self._of_rank, self._lift_to_float64, self._cache.microbatches, self._deals_images())
+        deals = self._cache.backend == "eager" and self._cache.plan.options.deal_images
+        how = (evaluate, self._of_rank, self._lift_to_float64, self._cache.microbatches, deals)
         fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, *how)
         self._fitter = fitter
         if ahead is not None:
