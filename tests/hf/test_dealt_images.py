@@ -165,8 +165,9 @@ MESHES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
 @pytest.mark.parametrize("name", ["qwen2", "qwen2.5", "qwen3", "glm4v"])
 @pytest.mark.parametrize(("sizes", "options"), MESHES, ids=str)
 def test_dealt_on_every_mesh(name: str, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    for worst, exchanges in run_ranks(math.prod(sizes.values()), stepped, name, sizes, options, WIDE, timeout=500):
-        assert worst < LIMIT and exchanges[-1]
+    found = run_ranks(math.prod(sizes.values()), stepped, name, sizes, options, WIDE, timeout=500)
+    assert max(worst for worst, _ in found) < LIMIT
+    assert any(exchanges[-1] for _, exchanges in found)  # not those of the last stage
 
 
 @pytest.mark.full
