@@ -106,9 +106,7 @@ def test_patches_of_another_dtype_than_on_other_ranks() -> None:
 
     padder, batch = ImagePadder(GRID_MODELS["qwen2"](), 1, False, extremes), with_grids((S, W))  # type: ignore[arg-type]
     text, images = padder.apart({**batch, "pixel_values": batch["pixel_values"].float()})
-    with pytest.raises(
-        ValueError, match=r"found torch.float64 \[96\] on another rank and torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"found torch.float64 \[96\] on another rank and torch.float32"):
         padder.fit(text, images)
 
 
