@@ -5,7 +5,8 @@ that a step is fastest under a memory limit, checked on the compiled graphs.
 
 The choice counts bytes of layers; the memory model of the compiled graphs (`autopar.cost.memory`) counts what a rank
 needs. Their difference is what the choice does not see (parameters, buckets, effects of passes): it is subtracted from
-the limit, and the choice is repeated until it fits.
+the limit, and the choice is repeated until it fits. Choices are compared as drafts, whose collectives keep their
+places: scheduling them takes most of the time of a compilation, and does not raise the peak under a limit.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ from autopar.steps.graphs import Compiled, Pipeline
 
 ATTEMPTS = 6
 LESS = 0.99  # of the least found so far: worth another search
+NEAR = 1.25  # of a limit: what the choice does not see may make the difference
 
 
 class LimitError(ValueError):
-    """Nothing fits the limit. least: bytes that would fit. plan: the plan whose stages are too large."""
+    """Nothing fits the limit, or is as fast as another way that does. least: bytes that would fit (about as many, if
+    there are alternatives). plan: the plan whose stages are too large."""
 
     def __init__(self, text: str, least: int, plan: Plan) -> None:
         super().__init__(text)
@@ -67,6 +70,17 @@ def with_checkpoints(builder: StageBuilder, finished: Callable[[Plan, Pipeline],
     return finished(made.plan, replace(shown, order=made.pipeline.order))
 
 
+def within_limit(made: Compiled) -> bool:
+    """Whether every rank stays below the limits of the options."""
+    options, held = made.plan.options, memories(made)
+    return all(x.peak <= options.memory_limit and x.host <= options.activation_offload for x in held)
+
+
+def has_drafts(plan: Plan) -> bool:
+    """Whether choices are compared as drafts: with stages the order depends on the times of finished graphs."""
+    return plan.options.ac_policy == AUTO and plan.pipeline is None
+
+
 def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, StageCheckpoints]:
     found: dict[int, StageCheckpoints] = {}
     for layer in layers:
@@ -77,10 +91,12 @@ def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, StageCheckpoints]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A compiled model and the choice that it was compiled with: none (nothing is recomputed)."""
+    """A compiled model, the choice that it was compiled with (None: nothing is recomputed), and the limit in bytes that
+    asked for it."""
 
     made: Compiled
     choice: Choice | None = None
+    limit: float = 0.0
 
     @cached_property
     def held(self) -> tuple[Memory, ...]:
@@ -102,7 +118,7 @@ class _PolicySearch:
     """The search of one compilation."""
 
     def __init__(self, builder: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
-        self.builder, self.finished, self.first = builder, finished, builder.first_like()
+        self.builder, self.finished, self.first, self.ctx = builder, finished, builder.first_like(), builder.ctx
         plan, self.splits = builder.plan, False  # whether the backward is split into B and W
         self.device, self.links = device_of(plan.options), Links.of(plan.options, plan.mesh)
         self.host = host_link(self.links.named, self.device)
@@ -155,21 +171,36 @@ class _PolicySearch:
     def under_limit(self, limit: int) -> Compiled:
         """Raises ValueError where nothing fits."""
         nothing = _Candidate(self.by_policy("none"))
+        if self.ctx.draft or not has_drafts(self.builder.plan):
+            return self.fitting(nothing, limit).made
+        if self.fits(nothing, limit):
+            return nothing.made
+        with self.ctx.having(draft=True):
+            draft = self.fitting(nothing, limit)
+        assert draft.choice is not None
+        made = self.by_choice(draft.choice, draft.limit)
+        return (made if self.fits(made, limit) else self.fitting(nothing, limit)).made
+
+    def fitting(self, nothing: _Candidate, limit: int) -> _Candidate:
+        """What fits, given that with no recomputation. Raises LimitError."""
         self.splits = any(action.kind == "W" for row in nothing.made.pipeline.order.ranks for action in row)
         if (pipeline := self.builder.more_in_flight(nothing.made.pipeline)) is not None:
             more = _Candidate(self.finished(nothing.made.plan, pipeline))
             if self.fits(more, limit):
-                return more.made
+                return more
         if self.fits(nothing, limit):
-            return nothing.made
-        tried = [self.search(nothing, limit, host) for host in dict.fromkeys((self.host_limit, 0))]
-        found = min((x for x in tried if x is not None), key=lambda x: x.seconds, default=None)
+            return nothing
+        found, bound = None, self.ctx.bound
+        for host in dict.fromkeys((self.host_limit, 0)) if nothing.seconds < bound else ():
+            found = self.search(nothing, limit, host, found.seconds if found else bound) or found
+        if found is None and bound < math.inf:
+            raise self.refused(limit, nothing.peak)
         if found is None:
-            least = self.smallest(nothing)
+            least = self.smallest(nothing, limit)
             if not self.fits(least, limit):
                 raise self.refused(limit, least.peak)
             found = self.search(least, limit, self.host_limit) or least
-        return found.made
+        return found
 
     def refused(self, limit: int, least: int) -> LimitError:
         plan = self.builder.plan
@@ -185,8 +216,9 @@ class _PolicySearch:
     def fits(self, tried: _Candidate, limit: float) -> bool:
         return tried.peak <= limit and max(found.host for found in tried.held) <= self.host_limit
 
-    def search(self, start: _Candidate, limit: float, host: int) -> _Candidate | None:
-        """A choice that fits, judged by the memory of the compiled graphs. ``host``: bytes of host memory."""
+    def search(self, start: _Candidate, limit: float, host: int, seconds: float = math.inf) -> _Candidate | None:
+        """A choice that fits, judged by the memory of the compiled graphs, and takes less than so many seconds.
+        ``host``: bytes of host memory."""
         tried = start
         for _ in range(ATTEMPTS):
             choice = tried.choice or [[0] * len(layers) for layers in self.ways]
@@ -197,22 +229,29 @@ class _PolicySearch:
                 rooms.append(limit - (held.peak - fullest(self.ways, choice, events, rank)))
                 hosted = max(hosted, held.host - counted.get(rank, 0.0))
             found = within_host(self.ways, events, rooms, max(host - hosted, 0.0))
-            if found is None:
+            if found is None or self.seconds(found) >= seconds:
                 return None
             tried = self.by_choice(found, limit)
             if self.fits(tried, limit):
                 return tried
         return None
 
-    def smallest(self, nothing: _Candidate) -> _Candidate:
-        """The choice with the least memory. Recomputing can take more than saving, where W runs late; and what the
-        choice does not see may leave room below the smallest choice that it sees."""
+    def seconds(self, choice: Choice) -> float:
+        """The time that a choice spends on recomputation and copies."""
+        pairs = zip(self.ways, choice, strict=True)
+        return sum(ways[k].seconds for layers, ks in pairs for ways, k in zip(layers, ks, strict=True))
+
+    def smallest(self, nothing: _Candidate, limit: float) -> _Candidate:
+        """A choice that fits, or the one with the least memory: if there are alternatives, about that. Recomputing can
+        take more than saving, where W runs late; and what the choice does not see may leave room below the smallest
+        choice that it sees."""
         events = self.events(nothing.made.pipeline)
         tried = [nothing]
         for host in dict.fromkeys((0, self.host_limit)):
             tried.append(self.by_choice(smallest_within_host(self.ways, events, host), 0))
         found = min((x for x in tried if self.fits(x, math.inf)), key=lambda x: x.peak)
-        while less := self._below(nothing, found) or self._below(found, found):
+        near = limit * NEAR if self.ctx.alternatives else math.inf
+        while limit < found.peak <= near and (less := self._below(nothing, found) or self._below(found, found)):
             found = less
         return found
 
@@ -233,7 +272,7 @@ class _PolicySearch:
             of_layers = (layer.way(k) for layer, k in zip(facts.layers, ways, strict=True))
             chosen.append(functools.reduce(operator.or_, of_layers, ChosenValues(facts.joint.always)))
         reason = f"the least time under {limit:,.0f} bytes" if limit else "the least bytes"
-        return _Candidate(self.compiled(chosen, reason), choice)
+        return _Candidate(self.compiled(chosen, reason), choice, limit)
 
     # --- graphs --------------------------------------------------------------------------------------------
 

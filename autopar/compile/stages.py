@@ -144,8 +144,8 @@ class StageBuilder:
             make = partial(self._compile_part, k, own)
             if ctx.watched:  # an observer sees each stage; cached ones are named as on ranks without observers
                 make = partial(_as_is, make())
-            parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
-        if ctx.checks:
+            parts.append(self._known.stage(part, make, (own, ctx.draft)) if self._shares_parts else make())
+        if ctx.checks and not ctx.draft:
             timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
         lengths = self.plan.pipeline.token_slices if self.plan.pipeline is not None else ()
         edges = self.splits[0].edges

@@ -46,12 +46,18 @@ def in_tiles(
         raise _refused(count, len(graphs) > 1, plan)
 
     def tried(tiles: int) -> Compiled:
-        ctx.plan = replace(plan, tiles=tiles, notes=_noted(plan, regions, tiles))
+        assert ctx.plan is not None
+        ctx.plan = replace(ctx.plan, tiles=tiles, notes=_noted(plan, regions, tiles))
         return attempt(_tiled(graphs, tiles, plan))
 
     if count:
         return tried(count)
-    return best_of(ctx, list(dict.fromkeys((1, _enough(regions)))), tried)
+    return best_of(ctx, list(dict.fromkeys((1, _enough(regions)))), tried, kept=_as_chunked)
+
+
+def _as_chunked(plan: Plan, before: Plan) -> Plan:
+    """A plan with losses in the chunks of another one that fits: tiles change little of what they are worth."""
+    return replace(plan, loss_chunks=before.loss_chunks, loss_gradients=before.loss_gradients)
 
 
 def regions_of(gm: GraphModule, plan: Plan) -> list[TileRegion]:

@@ -28,6 +28,7 @@ from autopar.ops import attention as attention
 from autopar.ops import cross_entropy as cross_entropy
 from autopar.ops import grouped_experts as grouped_experts
 from autopar.ops import vocab_parallel as vocab_parallel  # registers what is named here
+from autopar.ops.cross_entropy import blocks_of_rows
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
 from autopar.ops.mask_spec import MaskSpec
@@ -201,6 +202,7 @@ IN_PYTHON = {
 }
 _FACTS = tuple(MaskSpec.__dataclass_fields__)[:-2]  # the last two are not arguments
 _KNOWN: dict[Any, int] = {}
+FEW = 32  # blocks of rows
 
 
 def workspace(node: Node) -> int:
@@ -218,8 +220,24 @@ def workspace(node: Node) -> int:
         function = kernel_of(node.target)
         assert function is not None
         fused, fake = node.target in ATTENTIONS and _is_fused(given), node.target not in IN_BLOCKS
-        _KNOWN[key] = 0 if fused else workspace_bytes(function, given, fake)
+        measured = _of_many_rows if "logits" in given else workspace_bytes
+        _KNOWN[key] = 0 if fused else measured(function, given, fake)
     return _KNOWN[key]
+
+
+def _of_many_rows(function: Any, given: Mapping[str, Any], fake: bool) -> int:
+    """`workspace_bytes` of an operator that computes with a block of rows at a time: it grows by the same bytes for
+    each further block, so two numbers of blocks are run in place of thousands."""
+    rows, width = len(given["logits"]), next(blocks_of_rows(given["logits"])).stop
+    if rows <= 2 * FEW * width:
+        return workspace_bytes(function, given, fake)
+
+    def of(blocks: int) -> int:
+        fewer = blocks * width + rows % width
+        some = {k: x[:fewer] if isinstance(x, Tensor) and x.shape[:1] == (rows,) else x for k, x in given.items()}
+        return workspace_bytes(function, some, fake)
+
+    return of(FEW) + (of(2 * FEW) - of(FEW)) * (rows // width - FEW) // FEW
 
 
 def _kind(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ class Compilation:
 
     # Names of the calls of a graph -> the order that its collectives were given: slices have the same.
     orders: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
+    draft: bool = False  # whether step graphs are compared by their memory and never run
+    alternatives: bool = False  # whether another way is compiled where this one does not fit a memory limit
+    bound: float = math.inf  # seconds of recomputation of another way: one that takes longer is given up
     prefix: str = ""  # of the names that observers see: the step graph that the passes run on
 
     def of_slice(self, part: TokenSlice, watched: bool) -> Compilation:
@@ -53,6 +57,16 @@ class Compilation:
             yield
         finally:
             self.prefix = before
+
+    @contextmanager
+    def having(self, **values: bool | float) -> Iterator[None]:
+        """Set fields within."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     @contextmanager
     def unobserved(self) -> Iterator[bool]:

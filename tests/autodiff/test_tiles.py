@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.compile import tiles
 from autopar.compile.model import compile_model
+from autopar.compile.stages import StageBuilder
 from autopar.compile.tiles import regions_of
 from autopar.cost.memory import memory
 from autopar.cost.traffic import step_communication
@@ -21,7 +22,7 @@ from autopar.passes.stage.tile_regions import tile_sizes
 from autopar.passes.stage.tile_tokens import tile_tokens
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
-from autopar.steps.graphs import Compiled
+from autopar.steps.graphs import Compiled, Pipeline
 from autopar.testing.harness import MeshRun
 from tests.support.cases import Cell, called, check, compile_cell, simulated
 from tests.support.subjects import SEED, tiny
@@ -211,6 +212,26 @@ def test_under_a_limit_they_come_where_they_help(monkeypatch: pytest.MonkeyPatch
     ids = torch.zeros(1, 64, dtype=torch.long)
     again = compile_model(model, {name: ids for name in batch}, Mesh.of(), plan=plan, outputs=())
     assert again.plan == plan and memory(again) == memory(tight)
+
+
+def test_choices_are_compared_as_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was found by drafts, few graphs are finished; the least limit that is named does."""
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    made: list[bool] = []
+    make = StageBuilder.make
+
+    def counted(self: StageBuilder, *given: Any) -> Pipeline:
+        made.append(self.ctx.draft)
+        return make(self, *given)
+
+    monkeypatch.setattr(StageBuilder, "make", counted)
+    with pytest.raises(ValueError, match="least that would do is ") as error:
+        wide(memory_limit=1)
+    least = int(str(error.value).partition("least that would do is ")[2].partition(" ")[0].replace(",", ""))
+    made.clear()
+    tight = wide(memory_limit=least)
+    assert memory(tight).peak <= least and tight.plan.tiles == 16
+    assert made.count(False) <= 4 <= made.count(True)
 
 
 def test_sizes() -> None:

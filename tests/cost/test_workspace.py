@@ -7,11 +7,16 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
+from autopar.adapters.operators import kernel_of
+from autopar.capture.trace.python_workspace import workspace_bytes
 from autopar.compile.model import compile_model
 from autopar.cost.memory import memory
+from autopar.ir import live_values
 from autopar.ir.mesh import Mesh
+from autopar.ops import cross_entropy
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 from tests.benchmarks.meter import Meter
@@ -66,3 +71,26 @@ def held(name: str, policy: str) -> tuple[int, int]:
         parallel.train_step(**batch)
     said = memory(parallel.compiled()[0])
     return said.peak - said.optimizer, meter.peak
+
+
+LOGITS, LABELS, NUMBERS = ((601, 1000), torch.bfloat16), ((601,), torch.int64), ((601,), torch.float32)
+OF_ROWS = {
+    "cross_entropy": [LOGITS, LABELS, -100, 0.1],
+    "cross_entropy_backward": [NUMBERS, LOGITS, LABELS, NUMBERS, -100, 0.1],
+    "piece_max": [LOGITS, ((1000,), torch.bool)],
+    "piece_sums": [LOGITS, LABELS, NUMBERS, 2000],
+    "piece_backward": [NUMBERS, LOGITS, LABELS, NUMBERS, 0.1, 2000],
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_blocks_of_rows_are_counted_and_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three rows: 201 blocks, of which 3 or 6 run."""
+    monkeypatch.setattr(cross_entropy, "BLOCK", 3000)
+    monkeypatch.setattr(live_values, "FEW", 3)
+    operator = getattr(torch.ops.autopar, name).default
+    values = [torch.empty(x[0], dtype=x[1], device="meta") if isinstance(x, tuple) else x for x in OF_ROWS[name]]
+    given = dict(zip((argument.name for argument in operator._schema.arguments), values))
+    function = kernel_of(operator)
+    assert function is not None
+    assert live_values._of_many_rows(function, given, False) == workspace_bytes(function, given, False)

@@ -64,7 +64,7 @@ class ScheduleCollectives(Pass):
     requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        if not any(map(is_started, gm.graph.nodes)):
+        if ctx.draft or not any(map(is_started, gm.graph.nodes)):
             return gm
         options = ctx.plan.options if ctx.plan is not None else Options()
         held = {n.name for n in gm.graph.nodes if n.op == "placeholder"} - set(gm.meta.get("freed", ()))

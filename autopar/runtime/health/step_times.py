@@ -1,8 +1,8 @@
 """How this rank has spent the last minute: computing, waiting for others by axis, and outside of steps.
 
-A step of a shape is one ``kind`` of call. Its computing time is the median over the calls of the kind, so that one
-long call (a garbage collection, a page fault) counts for little; what is compared between ranks is the median of the
-same kind.
+A step of a shape is one ``kind`` of call. Its computing time is the lower quartile over the calls of the kind: what
+disturbs a call (a garbage collection, a page fault, another process) only makes it longer, and a slow chip makes all
+of them longer. What is compared between ranks is that of the same kind.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KINDS = 16  # that a rank publishes, those that took longest
 
 @dataclass(frozen=True)
 class Calls:
-    """Of one kind: how many within the window, the median of their computing in seconds, and that of the first ones
-    (None: too few so far)."""
+    """Of one kind: how many within the window, the lower quartile of their computing in seconds, and that of the first
+    ones (None: too few so far)."""
 
     count: int
     computing: float
@@ -130,7 +130,7 @@ class StepTimes:
             waiting.update(spent.waited)
             by_kind.setdefault(kind, []).append(spent.computing)
         longest = sorted(by_kind, key=lambda kind: -sum(by_kind[kind]))[:KINDS]
-        kinds = {k: Calls(len(by_kind[k]), statistics.median(by_kind[k]), self._early_of(k)) for k in longest}
+        kinds = {k: Calls(len(by_kind[k]), _lower_quartile(by_kind[k]), self._early_of(k)) for k in longest}
         first, _, spent = found[0]
         seconds = found[-1][0] - first + spent.seconds
         computing = sum(spent.computing for _, _, spent in found)
@@ -138,4 +138,8 @@ class StepTimes:
 
     def _early_of(self, kind: str) -> float | None:
         early = self._early.get(kind, [])
-        return statistics.median(early) if len(early) == EARLY else None
+        return _lower_quartile(early) if len(early) == EARLY else None
+
+
+def _lower_quartile(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
