@@ -166,6 +166,11 @@ class Options:
         "share the rows (images, clips) of an encoder that all ranks of tp, cp or dp would run alike: auto where it "
         "saves time by estimate, True wherever the shapes allow it",
     )  # fmt: skip
+    deal_images: bool | str = _option(
+        "auto", _choice("auto", False, True),
+        "let ranks of dp compute images of each other's batches, dealt by their cost, where padding makes their sizes "
+        "free: auto from the first batch on that has less padding so, True from the first one on",
+    )  # fmt: skip
     microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
     replicas: int = _option(
         1,

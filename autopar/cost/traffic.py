@@ -63,6 +63,8 @@ def transfer(node: Node, mesh: Mesh) -> Transfer | None:
         whole = nbytes(args["x"]) * n
     else:  # its result is a piece, padding included; rows: as many are received as sent, if routing is even
         whole = nbytes(node) * n
+    if kind == "all_to_all_rows":  # padding on either side is not sent
+        whole = min(nbytes(node), nbytes(args["x"])) * n
     if kind == "all_to_all":  # sent in pieces of the result, of what are pieces of the operand
         whole = max(whole, nbytes(args["x"]) * n)
     return Transfer(axis, kind, collective_bytes(kind, whole, n))

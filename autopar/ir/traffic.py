@@ -7,7 +7,7 @@ Bytes are those of the ring algorithms, which are optimal in volume (Patarasuk a
     all_gather         (n-1)/n b       b is what every rank has afterwards
     reduce_scatter     (n-1)/n b       b is what every rank had before
     all_to_all         (n-1)/n b/n     a rank keeps one n-th of its shard of b/n
-    all_to_all_rows    (n-1)/n b/n     rows for experts, with even routing
+    all_to_all_rows    (n-1)/n b/n     rows for experts, with even routing; features of images
     broadcast                  b       on the source
     send                       b
 """

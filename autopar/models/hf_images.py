@@ -33,6 +33,7 @@ from autopar.adapters.copying.fake import FakeTensorMode, new_mode, structure_co
 from autopar.adapters.dispatch import without_modes
 from autopar.lift_to_float64 import LiftFloat32
 from autopar.models.hf_batches import positions_of_images
+from autopar.runtime.inputs.image_dealing import Dealt, kept
 
 FLASH = "autopar_flash"  # transformers' towers pass borders of images to an implementation with "flash" in its name
 SMALL = 64  # patches of an image of padding: attention within it costs little
@@ -44,7 +45,8 @@ RESULTS = {
     "get_vision_window_index": ("window_index", "cu_window_seqlens"),
     "get_vision_interpolation_indices_and_weights": ("interp_indices", "interp_weights"),
 }
-ORDER, SHAPES, PLACES = "window_index", "image_shapes", "places"
+ORDER, SHAPES, PLACES, SPLITS, AXIS = "window_index", "image_shapes", "places", "splits", "axis"
+OWN = (PLACES, SHAPES, SPLITS, AXIS)  # inputs that a tower does not take
 LONGEST = {"max_seqlen": 1, "max_window_seqlen": 1}  # of kernels that we do not call
 _FOUND: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("_FOUND")  # in a running forward
 OF_SPLITS = {"prod", "floor_divide", "__floordiv__", "tolist", "__pow__"}  # how many features an image has
@@ -101,7 +103,7 @@ class Tower:
                 found |= zip(names, made if isinstance(made, tuple) else (made,), strict=True)
         sizes = grids.prod(-1)
         patches = int(sizes.sum())
-        order = found.pop(ORDER, torch.arange(patches // self.merged))
+        order = found.pop(ORDER, torch.arange(patches // self.merged))  # within images: no window has two of them
         of_windows = found.pop("cu_window_seqlens", None)
         found = {n: _segments(x) if n == "cu_seqlens" else x for n, x in found.items() if isinstance(x, Tensor)}
         if self.shapes:
@@ -113,6 +115,12 @@ class Tower:
         if of_windows is not None:
             found["cu_window_seqlens"] = _segments(of_windows)
         return found, order
+
+    def order(self, grids: Tensor) -> Tensor:
+        """The order of features alone."""
+        call = next((c for c in self.calls if ORDER in RESULTS[c.function.__name__]), None)
+        found: Tensor = torch.arange(int(grids.prod(-1).sum()) // self.merged)
+        return call.function(grids, **call.arguments)[0] if call is not None and len(grids) else found
 
     def of_patches(self, order: Tensor) -> Tensor:
         """The order of patches, from that of features."""
@@ -354,29 +362,39 @@ def _features(kind: Kind) -> Callable[..., Any]:
         places, segments = given[PLACES], given["cu_seqlens"]
         found = _FOUND.get({})
         found[SHAPES] = given.get(SHAPES)
-        extra = {name: x for name, x in given.items() if name not in (PLACES, SHAPES)} | LONGEST
+        extra = {name: x for name, x in given.items() if name not in OWN} | LONGEST
         if "cu_window_seqlens" in given:
             side = _side(self)
             extra[ORDER] = torch.arange(segments.numel() // side**2, device=pixels.device)
         made = own(self, pixels, grids, **kwargs, **{f"{kind.name}_{name}": x for name, x in extra.items()})
         found[kind.name] = mask = places >= 0
-        made.pooler_output = _placed(made.pooler_output, places, mask, segments.shape[0])
+        made.pooler_output = _placed(_returned(made.pooler_output, given), places, mask)
         if getattr(made, "deepstack_features", None) is not None:
-            made.deepstack_features = [_placed(x, places, mask, segments.shape[0]) for x in made.deepstack_features]
+            made.deepstack_features = [_placed(_returned(x, given), places, mask) for x in made.deepstack_features]
         return made
 
     return features
 
 
-def _placed(pieces: Sequence[Tensor], places: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """Features of all images -> those that tokens take, in their order."""
-    features = torch.cat(tuple(pieces), 0)
+def _returned(pieces: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
+    """Features of the images that ranks compute -> of those of their texts, [rows, T, W]; a row is a microbatch of a
+    rank, and has at most as many features as tokens."""
+    features, rows = torch.cat(tuple(pieces), 0), given["cu_seqlens"].shape[0]
     width = features.shape[-1]
+    if SPLITS in given:
+        ranks, tokens = given[SPLITS].shape[-1], given[PLACES].numel() // rows
+        x, splits = features.view(ranks, rows // ranks, -1, width), given[SPLITS].view(ranks, rows // ranks, 2, ranks)
+        features = torch.ops.autopar.dealt_rows(x, splits, False, tokens, given[AXIS])
+    return features.view(rows, -1, width)
+
+
+def _placed(features: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Features of all images [rows, T, W] -> those that tokens take, in their order."""
+    rows, _, width = features.shape
     if rows == 1:
-        taken = features.index_select(0, places.flatten().clamp(min=0))
+        taken = features[0].index_select(0, places.flatten().clamp(min=0))
     else:
-        index = places.reshape(rows, -1, 1).clamp(min=0).expand(-1, -1, width)
-        taken = features.view(rows, -1, width).gather(1, index)
+        taken = features.gather(1, places.reshape(rows, -1, 1).clamp(min=0).expand(-1, -1, width))
     return (taken.view(*places.shape, width)[mask],)
 
 
@@ -448,29 +466,38 @@ class ImagesOfBatch:
     images: Mapping[Kind, _Images]
     lift: bool
 
-    def patches(self) -> dict[str, int]:
-        """Kind -> the most patches that a microbatch has."""
-        return {kind.name: max(int(g.prod(-1).sum()) for g in own.grids) for kind, own in self.images.items()}
+    def _of(self, name: str) -> _Images:
+        return next(images for kind, images in self.images.items() if kind.name == name)
+
+    def pixels(self, name: str) -> Tensor:
+        """The patches of a kind, [P, ...]."""
+        return self._of(name).pixels
+
+    def grids(self, name: str) -> Sequence[Tensor]:
+        """Those of each microbatch, [n, 3]."""
+        return self._of(name).grids
 
     def unit(self, name: str) -> int:
         """What the number of patches is to be a multiple of."""
-        return next(own.tower.merged for kind, own in self.images.items() if kind.name == name)
+        return self._of(name).tower.merged
 
-    def inputs(self, patches: Mapping[str, int]) -> dict[str, Any]:
-        """The inputs of the step, with so many patches of each kind in each microbatch."""
+    def inputs(self, patches: Mapping[str, int], dealt: Mapping[str, Dealt] | None = None) -> dict[str, Any]:
+        """The inputs of the step, with so many patches of each kind in each microbatch. ``dealt``: of what kinds this
+        rank computes others than its own."""
         out = dict(self.text)
         for kind, images in self.images.items():
-            out |= self._of_kind(kind, images, patches[kind.name])
+            computed = (dealt or {}).get(kind.name) or kept(images.pixels, images.grids)
+            out |= self._of_kind(kind, images, patches[kind.name], computed)
         return out
 
-    def _of_kind(self, kind: Kind, images: _Images, patches: int) -> dict[str, Any]:
-        tower, pixels, rows = images.tower, images.pixels, len(images.grids)
+    def _of_kind(self, kind: Kind, images: _Images, patches: int, dealt: Dealt) -> dict[str, Any]:
+        tower, pixels, rows = images.tower, dealt.pixels, len(images.grids)
         made: dict[str, list[Tensor]] = {}
         padded, start = pixels.new_zeros(rows * patches, *pixels.shape[1:]), 0
-        for row, (grids, places) in enumerate(zip(images.grids, images.mask.chunk(rows), strict=True)):
+        for row, (grids, places) in enumerate(zip(dealt.grids, images.mask.chunk(rows), strict=True)):
             count = int(grids.prod(-1).sum())
             arguments, order = tower.arguments(torch.cat([grids, tower.padding(patches - count)]), self.lift)
-            at = order.argsort()[: int(places.sum())]  # where the features of tokens are
+            at = _features_of(tower, images.grids[row], dealt.starts[row])
             arguments[PLACES] = torch.full(places.shape, -1).masked_scatter(places, at)
             for name, x in arguments.items():
                 made.setdefault(name, []).append(x.unsqueeze(0) if "seqlens" in name else x)
@@ -478,11 +505,21 @@ class ImagesOfBatch:
             padded[row * patches : row * patches + count] = pixels[own.to(pixels.device)]
             start += count
         device = self.text["input_ids"].device
+        inputs: dict[str, Any] = {name: torch.cat(parts).to(device) for name, parts in made.items()}
+        if dealt.splits is not None:
+            inputs |= {SPLITS: (dealt.splits // tower.merged).to(device), AXIS: dealt.axis}
         return {
             kind.pixels: padded,
             kind.grids: torch.tensor([[1, tower.side, rows * patches // tower.side]]),
-            kind.inputs: {name: torch.cat(parts).to(device) for name, parts in made.items()},
+            kind.inputs: inputs,
         }
+
+
+def _features_of(tower: Tower, grids: Tensor, starts: Sequence[int]) -> Tensor:
+    """Where the features of images are, before whose patches there are so many others (`Dealt.starts`)."""
+    sizes = grids.prod(-1)
+    moved = (torch.tensor(starts, dtype=torch.int64) - sizes.cumsum(0) + sizes) // tower.merged
+    return tower.order(grids).argsort() + moved.repeat_interleave(sizes // tower.merged)
 
 
 def masks_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:

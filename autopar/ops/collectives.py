@@ -3,7 +3,8 @@
 They have shapes but no kernel: `autopar.runtime.exec.lowering` lowers them onto the groups of a running mesh.
 ``blocks`` are those of `autopar.ir.placement.Shard`, for the global dim; only their ratios count, since in graphs of
 token slices the dim has many sizes. ``size`` is the number of ranks on the axis. ``units``: of a Shard whose pieces
-are padded (`Shard.units`): a whole value has no padding, a piece does.
+are padded (`Shard.units`): a whole value has no padding, a piece does. ``rows``: of the result of an exchange of rows,
+zeros behind those that come; its operand may have more rows than go, too. 0: as many as come.
 """
 
 from __future__ import annotations
@@ -42,8 +43,12 @@ def _all_to_all(
     return _piece(whole, dst_dim, dst_blocks, axis, size, dst_units)
 
 
-def _same(x: Tensor, *_: Any) -> Tensor:  # of rows: as many are received as sent, if routing is even
+def _same(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _rows(x: Tensor, splits: Tensor, back: bool, axis: str, size: int, rows: int = 0) -> Tensor:
+    return _resized(x, 0, rows or x.shape[0])  # as many are received as sent, if routing is even
 
 
 _ALONG = "(Tensor x, int dim, int[] blocks, str axis, int size, int units=0) -> Tensor"
@@ -56,7 +61,7 @@ _COLLECTIVES: tuple[tuple[str, Callable[..., Tensor]], ...] = (
         "int src_units=0, int dst_units=0) -> Tensor",
         _all_to_all,
     ),
-    ("all_to_all_rows(Tensor x, Tensor splits, bool back, str axis, int size) -> Tensor", _same),
+    ("all_to_all_rows(Tensor x, Tensor splits, bool back, str axis, int size, int rows=0) -> Tensor", _rows),
     (f"shard_slice{_ALONG}", _piece),
     (f"shard_pad{_ALONG}", _whole),
 )

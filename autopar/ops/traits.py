@@ -41,7 +41,7 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
 from autopar.ops.declare import CHOICES
 from autopar.ops.few_bits import scaled_experts, scaled_products  # noqa: F401
 from autopar.ops.gradient import GRAD_OUTPUT
-from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
+from autopar.ops.token_dispatch import alltoall, alltoall_dedup, dealt_rows  # noqa: F401
 from autopar.ops.token_windows import token_conv1d
 
 aten, ours = torch.ops.aten, torch.ops.autopar

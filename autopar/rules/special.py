@@ -348,6 +348,18 @@ def placed_rows_rule(call: Call) -> Rule:
     )
 
 
+def dealt_rows_rule(call: Call) -> Rule:
+    """x (d, m, f, w), splits (d, m, 2, d') -> (d, m, t, w): ranks of the axis that the call names exchange rows."""
+    shape, rows = call.shape("x"), call.result[2]
+    d, m, f, w = (call.factor(name, size) for name, size in zip("dmfw", shape, strict=True))
+    way, to, t = call.factor("way", 2), call.factor("to", call.shape("splits")[3]), call.factor("t", rows)
+    blocked = {name: "rows for any rank stand in it" for name in (*f, *t, *way, *to)}
+    if call.axis != call.args["axis"]:
+        blocked |= {name: "its entries exchange rows" for name in d}
+    linear = (frozenset({0}),)
+    return call.rule([(d, m, f, w), (d, m, way, to)], [(d, m, t, w)], blocked=blocked, linear=linear)
+
+
 # --- losses ----------------------------------------------------------------------------------------------
 
 

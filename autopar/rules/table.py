@@ -17,6 +17,7 @@ from autopar.ops.few_bits.scaled_experts import scaled_experts
 from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.padded_pieces import zero_padding
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
+from autopar.ops.token_dispatch.dealt_rows import dealt_rows_of_rank
 from autopar.ops.token_windows import shift, token_conv1d
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import along_tokens as along
@@ -112,6 +113,7 @@ add("masked_fill", sp.masked_fill_rule)
 add("masked_scatter", sp.masked_scatter_rule)
 add("autopar::filled_rows", sp.filled_rows_rule)
 add("autopar::placed_rows", sp.placed_rows_rule)
+add("autopar::dealt_rows", sp.dealt_rows_rule)
 add("autopar::dropout autopar::random", sp.dropout_rule)
 add("autopar::gradient_of", own.grad_output)
 add("autopar::own_backward", own.token)
@@ -240,6 +242,7 @@ add("embedding_bag", opaque("its bags differ in length"))
 RULES[attention_of_piece] = attention_rule
 RULES[dispatch_tokens], RULES[combine_tokens] = sp.moe_dispatch_rule, sp.moe_combine_rule
 RULES[embedding_of_piece] = sp.embedding_rule
+RULES[dealt_rows_of_rank] = sp.dealt_rows_rule
 RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
 RULES[scaled_linear] = RULES[torch.ops.aten.linear.default]
 RULES[scaled_experts] = RULES[torch.ops.autopar.grouped_mm.default]

@@ -120,11 +120,12 @@ def _all_to_all(
     return _shard_slice([whole] * size, me, dst, dst_blocks, axis, size, dst_units)
 
 
-def _all_to_all_rows(xs: Any, me: int, splits: Any, back: bool, axis: str, size: int) -> torch.Tensor:
+def _all_to_all_rows(xs: Any, me: int, splits: Any, back: bool, axis: str, size: int, rows: int = 0) -> torch.Tensor:
     sent = [s.tolist()[1 if back else 0] for s in splits]
     assert [counts[me] for counts in sent] == splits[me].tolist()[0 if back else 1], "received rows that were not sent"
-    assert [len(x) for x in xs] == [sum(counts) for counts in sent]
-    return torch.cat([x.split(counts)[me] for x, counts in zip(xs, sent)])
+    assert [len(x) for x in xs] == [sum(counts) for counts in sent] or rows
+    come = torch.cat([x[: sum(counts)].split(counts)[me] for x, counts in zip(xs, sent)])
+    return torch.cat([come, come.new_zeros(rows - len(come), *come.shape[1:])]) if rows else come
 
 
 def _shard_slice(

@@ -189,6 +189,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "zero": ("3", 3), "microbatches": ("4", 4), "replicate_ops": ("aten.sinc.default", ("aten.sinc.default",)),
     "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "split_points": ("a, b", ("a", "b")),
     "virtual_stages": ("2", 2), "async_tp": ("True", True), "share_encoders": ("False", False),
+    "deal_images": ("False", False),
     "token_slices": ("9,7", (9, 7)), "reshard_after_forward": ("True", True), "reduce_grads": ("step", "step"),
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "cp_load_balance": ("zigzag", "zigzag"),

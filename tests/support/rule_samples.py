@@ -22,6 +22,7 @@ from autopar.ops.few_bits.scaled_experts import scaled_experts
 from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.padded_pieces import zero_padding
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
+from autopar.ops.token_dispatch.dealt_rows import dealt_rows_of_rank
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
 from autopar.rules.table import overloads
@@ -274,6 +275,10 @@ def _filled() -> Iterator[Sample]:
     yield call(ours.filled_rows.default, normal(2, 6), torch.tensor([[1, 0, 0], [0, 1, 0]]).bool(), "{found}")
     yield call(ours.filled_rows.default, normal(3, 2, 6), torch.tensor([[1, 1, 0], [0, 1, 0]]).bool(), "{found}")
     yield call(aten.masked_scatter.default, normal(6), truth(6), normal(6))
+    sent = torch.tensor([[[1, 2], [0, 1]], [[2, 1], [3, 0]]])  # by rank, of two microbatches, to each rank
+    splits = torch.stack([sent, sent.transpose(0, 2)], 2)
+    for back in (False, True):
+        yield call(ours.dealt_rows.default, normal(2, 2, 4, 6), splits, back, 5, "dp")
     yield call(ours.watch_count.default, torch.zeros(6, 2, dtype=torch.bool), 0, "{found}")  # nothing to note
 
 
@@ -342,6 +347,7 @@ PIECES = (
     combine_tokens,
     embedding_of_piece,
     cross_entropy_of_piece,
+    dealt_rows_of_rank,
     scaled_linear,
     scaled_experts,
     shift_of_piece,

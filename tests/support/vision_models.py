@@ -68,10 +68,10 @@ def frozen_llava(rows: int = ROWS) -> Made:
     return model, batch
 
 
-def with_grids(grids: Sequence[Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
+def with_grids(grids: Sequence[Sequence[int]], seed: int = 0, tokens: int = TOKENS) -> dict[str, Tensor]:
     """A text with an image of (frames, height, width) patches in each row; no image for one without frames."""
     torch.manual_seed(seed)
-    batch = _text(len(grids))
+    batch = _text(len(grids), tokens)
     for row, (t, h, w) in enumerate(grids):
         batch["input_ids"][row, 1 : 1 + t * h * w // 4] = IMAGE
     batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()

@@ -4,7 +4,8 @@ allgather                   tokens of all ranks, of which a rank takes the rows 
 alltoall                    a row per token and expert
 alltoall_dedup              a copy per token and rank; with nodes (hierarchical) first per token and node
 
-One file each, which the rows of `autopar.token_dispatchers` name, with two functions:
+`dealt_rows` sends rows to ranks that the host has chosen. Dispatchers have one file each, which the rows of
+`autopar.token_dispatchers` name, with two functions:
 
     dispatch(x, expert, experts, axis, ranks[, per_node])                       -> rows, order, offsets
     combine(rows, order, weights, expert, experts, axis, ranks[, per_node])     -> y

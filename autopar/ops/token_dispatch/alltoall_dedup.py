@@ -125,22 +125,22 @@ class _ExchangeRows(torch.autograd.Function):
     """`all_to_all_rows`, whose gradient is sent back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: Tensor, back: bool, axis: str, size: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, splits: Tensor, back: bool, axis: str, size: int, rows: int) -> Tensor:
         ctx.save_for_backward(splits)
-        ctx.facts = back, axis, size
-        out: Tensor = ours.all_to_all_rows(x, splits, back, axis, size)
+        ctx.facts = not back, axis, size, x.shape[0] if rows else 0
+        out: Tensor = ours.all_to_all_rows(x, splits, back, axis, size, rows)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        back, axis, size = ctx.facts
-        return ours.all_to_all_rows(grad, *ctx.saved_tensors, not back, axis, size), None, None, None, None
+        return ours.all_to_all_rows(grad, *ctx.saved_tensors, *ctx.facts), None, None, None, None, None
 
 
-def exchange_rows(x: Tensor, splits: Tensor, back: bool, axis: str, size: int) -> Tensor:
+def exchange_rows(x: Tensor, splits: Tensor, back: bool, axis: str, size: int, rows: int = 0) -> Tensor:
     """Rows for each rank of an axis, concatenated in the order of ranks -> those that are for this one. ``splits``: see
-    `row_splits`; ``back``: send received rows back to where they came from. Differentiable."""
-    out: Tensor = _ExchangeRows.apply(x, splits, back, axis, size)
+    `row_splits`; ``back``: send received rows back to where they came from; ``rows``: how many the result has, padding
+    behind those received (0: none). Differentiable."""
+    out: Tensor = _ExchangeRows.apply(x, splits, back, axis, size, rows)
     return out
 
 

@@ -153,6 +153,8 @@ def _of(node: Node) -> Most:
     if is_call(node, ours.moe_copies.default):
         return _gone(node), None
     if is_call(node, ours.all_to_all_rows.default):
+        if args["rows"]:
+            return (None,)
         asked = _asked_most(args["splits"])
         return (_gone(asked) if args["back"] else _come(asked),)
     if is_call(node, ours.experts_of_rows.default):

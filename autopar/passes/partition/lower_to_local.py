@@ -43,6 +43,7 @@ from autopar.ir.scans import SCANS, scan_of_piece
 from autopar.ops.mask_spec import MaskSpec
 from autopar.ops.padded_pieces import rows_per_rank, zero_padding
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
+from autopar.ops.token_dispatch.dealt_rows import dealt_rows_of_rank
 from autopar.ops.token_windows import shift, token_conv1d
 from autopar.ops.traits import CONVOLUTIONS, FILLED
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
@@ -427,6 +428,13 @@ def _placed_rows(local: _Local) -> None:
     set_argument(local.node, "text", text)
 
 
+def _dealt_rows(local: _Local) -> None:
+    axis, args = str(local.args["axis"]), local.args
+    if axis in local.cut_axes("x", 0):
+        local.node.target, local.node.kwargs = dealt_rows_of_rank, {}
+        local.node.args = (*args.values(), local.mesh.size(axis))
+
+
 LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.view.default: lambda local: local.set_sizes("size"),
     aten.reshape.default: lambda local: local.set_sizes("shape"),
@@ -451,6 +459,7 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.masked_scatter.default: _masked_scatter,
     torch.ops.autopar.filled_rows.default: _filled_rows,
     torch.ops.autopar.placed_rows.default: _placed_rows,
+    torch.ops.autopar.dealt_rows.default: _dealt_rows,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.moe_dispatch.default: _dispatch,
     torch.ops.autopar.moe_combine.default: _combine,

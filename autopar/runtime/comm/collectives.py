@@ -234,16 +234,20 @@ def all_to_all(
     return start_all_to_all
 
 
-def all_to_all_rows(groups: Groups, node: str, back: bool, axis: str, count: Callable[[str, str, int], None]) -> Start:
+def all_to_all_rows(
+    groups: Groups, node: str, back: bool, axis: str, count: Callable[[str, str, int], None], rows: int = 0
+) -> Start:  # fmt: skip
     """Rows for each rank -> rows from each; ``splits`` [2, ranks] on the host has their numbers, there and here.
-    ``count`` is called with (axis, kind, bytes sent by this rank)."""
+    ``count`` is called with (axis, kind, bytes sent by this rank). ``rows``: of the result, with zeros behind those
+    that come (0: no more than come)."""
     collective, me = Collective(groups, "all_to_all_rows", axis, node), groups.index(axis)
 
     def start_all_to_all_rows(x: Tensor, splits: Tensor) -> PendingCollective:
         sent, received = reversed(splits.tolist()) if back else splits.tolist()
-        out = x.new_empty(sum(received), *x.shape[1:])
+        whole = x.new_zeros(rows, *x.shape[1:]) if rows else x.new_empty(sum(received), *x.shape[1:])
+        out, gone = whole[: sum(received)], x[: sum(sent)].contiguous()
         count(axis, "all_to_all_rows", (sum(sent) - sent[me]) * x.shape[1:].numel() * x.element_size())
-        return collective.launch(dist.all_to_all_single, out, x.contiguous(), received, sent, buffer=out)
+        return collective.launch(dist.all_to_all_single, out, gone, received, sent, buffer=whole)
 
     return start_all_to_all_rows
 

@@ -28,6 +28,7 @@ from autopar.capture.trace.export import flatten, paths, unflatten
 from autopar.ir.batch import map_tensors, tensors_of
 from autopar.plan import Plan
 from autopar.runtime.fault.errors import explained
+from autopar.runtime.inputs.image_dealing import dealer_of
 from autopar.runtime.inputs.image_padding import ImagePadder
 from autopar.runtime.inputs.padded_outputs import Growth, Sizes, differences, growth_of, without_padding
 from autopar.runtime.mesh.process_groups import Groups
@@ -103,7 +104,7 @@ Call = str  # what a call of the model is given, but for sizes and values
 
 class BatchPadder:
     """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``of_rank``: these
-    are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`."""
+    are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`. ``deal_images``: of `Options`."""
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class BatchPadder:
         of_rank: bool = False,
         lift: bool = False,
         microbatches: int = 1,
+        deal_images: bool | str = False,
     ) -> None:
         self.buckets, self.root, self.plan, self.groups, self.evaluate = buckets, root, plan, groups, evaluate
         self.fill, self.of_rank = FILLED | dict(buckets.pad), of_rank
@@ -125,7 +127,8 @@ class BatchPadder:
         self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
-        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy)
+        dealer = dealer_of(groups) if deal_images else None
+        self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy, dealer, deal_images is True)
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
 
     def fit(self, batch: dict[str, Any], outputs: bool = False) -> dict[str, Any]:

@@ -145,6 +145,11 @@ def check_arguments(
             f"backend: a recorded step would repeat the scales of its first run, found {backend!r} and "
             f"{options.precision!r}; use another backend, or scaling='tensor'"
         )
+    if options.deal_images is True and backend != "eager":
+        raise ValueError(
+            f"deal_images: an exchange of features reads its splits on the host, found backend={backend!r}; use "
+            'backend="eager", or deal_images=False'
+        )
     if padding != "exact" and options.capacity_factor:
         raise ValueError(
             f"padding: padded tokens would use up expert capacity, found capacity_factor={options.capacity_factor}; "
