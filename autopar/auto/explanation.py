@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.auto.pricing import Pricing, exposed
 from autopar.auto.search import BAND, Candidate, Found, search
-from autopar.auto.space import ENTRIES, POLICIES, Question, Space, divisors, is_steady
+from autopar.auto.space import ENTRIES, POLICIES, Question, Space, divisors
 from autopar.cost.cluster import Cluster
 from autopar.cost.layout import OUTER_TO_INNER, Layout
 from autopar.cost.layout_price import Price
@@ -268,12 +268,10 @@ def neighbour(question: Question, layout: Layout, name: str, value: Any, pricing
             continue
         rows = value if name == "micro_batch" else layout.micro_batch
         found = [one for one in Space(asked).layouts() if one.micro_batch == rows or name != "micro_batch"]
-        if "schedule" not in question.fixed:
-            found = [one for one in found if is_steady(one.schedule, one.pp, one.microbatches)]
         same = [one for one in found if one.micro_batch == rows] or found
         priced = [(pricing.price(one), one) for one in same]
         if not priced:
-            reason = f"a batch of {question.batch} does not divide into such microbatches, or into too few"
+            reason = f"a batch of {question.batch} does not divide into such microbatches"
             continue
         best = min(priced, key=lambda pair: (bool(pair[0].refused), not pair[0].fits, pair[0].seconds if pair[0].fits
                                              else max(pair[0].memory, default=0.0)))  # fmt: skip

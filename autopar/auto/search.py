@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -102,7 +102,7 @@ class _Search:
     space: Space
     pricer: Pricer
     wanted: int = 1
-    waiting: list[tuple[float, int, str, Layout]] = field(default_factory=list)
+    waiting: list[tuple[float, int, Callable[[float, Layout], None], Layout]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     priced: dict[Layout, Candidate] = field(default_factory=dict)
     fitting: list[Candidate] = field(default_factory=list)
@@ -122,18 +122,16 @@ class _Search:
             if min(map(self.pricer.weights, self._leanest(family))) > self.pricer.limit:
                 self.counts["weights"] += size
             else:
-                self._wait(0.0, "family", family)
+                self._wait(0.0, self._family, family)
         while self.waiting and self.waiting[0][0] <= self.most:
-            bound, _, kind, layout = heapq.heappop(self.waiting)
-            {"family": self._family, "members": self._members, "savings": self._savings, "saving": self._saving}[kind](
-                bound, layout
-            )
+            bound, _, price, layout = heapq.heappop(self.waiting)
+            price(bound, layout)
         if not self.fitting and self.leanest[0] < float("inf"):
             self._price(self.leanest[1])  # the nearest
         return self._found()
 
-    def _wait(self, bound: float, kind: str, layout: Layout) -> None:
-        heapq.heappush(self.waiting, (bound, next(self.numbers), kind, layout))
+    def _wait(self, bound: float, price: Callable[[float, Layout], None], layout: Layout) -> None:
+        heapq.heappush(self.waiting, (bound, next(self.numbers), price, layout))
 
     def _found(self) -> Found:
         close = self._simulated(sorted(self._within_band(self.fitting), key=lambda c: c.simplicity))
@@ -168,7 +166,7 @@ class _Search:
                 return
             seconds = self._least(replace(family, activation_checkpoint=policy)) * (1 - SLACK)
             if seconds > bound * (1 + 1e-9):
-                self._wait(seconds, "family", family)
+                self._wait(seconds, self._family, family)
                 return
         found = self.pricer.price(family)
         if found.refused:
@@ -177,9 +175,9 @@ class _Search:
             self.refusals[found.refused] += size
             if family.sequence_parallel and "sequence_parallel" not in self.space.question.fixed:
                 self.counts["all"] += size
-                self._wait(0.0, "family", replace(family, sequence_parallel=False))
+                self._wait(0.0, self._family, replace(family, sequence_parallel=False))
             return
-        self._wait(max(bound, self._least(family)), "members", family)
+        self._wait(max(bound, self._least(family)), self._members, family)
 
     def _least(self, family: Layout) -> float:
         """Seconds that the members of a family take at least, with the pipeline that wastes the least."""
@@ -200,33 +198,43 @@ class _Search:
                 continue
             candidate = self._price(member)
             if candidate is not None and not candidate.price.fits:
-                self._wait(candidate.seconds, "savings", member)
+                self._wait(candidate.seconds, self._savings, member)
+            elif candidate is not None and member.pp > 1:
+                self._wait(candidate.seconds * (1 - SLACK), self._chunks, member)
 
     def _savings(self, bound: float, member: Layout) -> None:
         """Wait with what a member can do to need less memory."""
-        if self._is_hopeless(member):
-            return
-        for layout in self.space.savings(member):
+        if not self._is_hopeless(member):
+            self._wait_for(bound, member, self.space.savings(member))
+
+    def _chunks(self, bound: float, member: Layout) -> None:
+        """Wait with what may make a pipeline faster, of what saves memory: a loss in chunks takes time of the last
+        part's backward to its forward."""
+        same = (one for one in self.space.savings(member) if replace(one, loss_chunks=member.loss_chunks) == member)
+        self._wait_for(bound, member, same)
+
+    def _wait_for(self, bound: float, member: Layout, savings: Iterable[Layout]) -> None:
+        for layout in savings:
             if layout.optimizer_cpu_offload and self.pricer.weights(layout) > self.pricer.limit:
                 continue
             least = self.pricer.bound(layout)
             if least is None or _may_fit(least):
                 seconds = 0.0 if least is None else (least.seconds - exposed(least, "dp")) * (1 - SLACK)
                 self.saves[layout] = member
-                self._wait(max(bound, seconds), "saving", layout)
+                self._wait(max(bound, seconds), self._saving, layout)
 
     def _saving(self, bound: float, layout: Layout) -> None:
         """Price a layout that needs less memory, unless less of the same is enough."""
         member, steps = self.saves[layout], _steps(layout)
         enough = self.enough.setdefault(member, [])
-        if any(all(a <= b for a, b in zip(one, steps, strict=True)) for one in enough):
+        if any(_is_slower(steps, one, layout.pp) for one in enough):
             return
         least = self.pricer.bound(layout)  # closer by now, if the same is compiled with other loss chunks
         if least is not None and self.pricer.is_close(layout):
             if not _may_fit(least):
                 return
             if (seconds := least.seconds * (1 - SLACK)) > bound * (1 + 1e-9):
-                self._wait(seconds, "saving", layout)
+                self._wait(seconds, self._saving, layout)
                 return
         candidate = self._price(layout)
         if candidate is not None and candidate.price.fits:
@@ -333,6 +341,13 @@ def _steps(layout: Layout) -> tuple[int, ...]:
     """How far a layout goes in each way of saving memory."""
     known = {"activation_checkpoint": POLICIES.index(layout.activation_checkpoint)}
     return tuple(int(known.get(entry.name, getattr(layout, entry.name))) for entry in SAVING)
+
+
+def _is_slower(steps: tuple[int, ...], enough: tuple[int, ...], pp: int) -> bool:
+    """Whether what saves more memory than is needed takes more time. Chunks of the loss alone may take less in a
+    pipeline (`_Search._chunks`)."""
+    further = [entry.name for entry, a, b in zip(SAVING, enough, steps, strict=True) if a < b]
+    return all(a <= b for a, b in zip(enough, steps, strict=True)) and (pp == 1 or further != ["loss_chunks"])
 
 
 def brute_force(layouts: Iterable[Layout], pricer: Pricer) -> Candidate | None:

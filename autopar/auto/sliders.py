@@ -12,12 +12,12 @@ from typing import Any
 
 from autopar.auto.costed_model import CostedModel
 from autopar.auto.explanation import Explanation
-from autopar.auto.space import ANY_COUNT
 from autopar.cost.cluster import Cluster
 from autopar.cost.layer_costs import ModelCosts
 from autopar.cost.layout import Layout
 from autopar.cost.symbolic_price import can_be_symbolic, symbolic_price
 
+STEADY = ("1f1b", "interleaved")  # schedules that take as long for each further microbatch, from the first one on
 TIMES = tuple(Fraction(x) for x in ("1/8", "1/4", "1/2", "1", "2", "4", "8"))  # GPUs, of those of the choice
 LENGTHS = ((Fraction(1, 2), 1, 2), (Fraction(1, 4), Fraction(1, 2), 1))  # of sequences, of that of the choice
 
@@ -41,11 +41,11 @@ def sliders(explanation: Explanation, model_of: Callable[[int], CostedModel]) ->
             found = symbolic_price(other, costs, nodes, pricing.stack, **what_if)
             rows = other.data_size * other.micro_batch
             gpus.append({"ranks": other.ranks, "rows": rows, "price": found.javascript()})
-    steady = layout.pp == 1 or (layout.schedule or "1f1b") in ANY_COUNT
+    steady = layout.pp == 1 or (layout.schedule or "1f1b") in STEADY
     return {
         "gpus": gpus, "ranks": layout.ranks, "seq": [min(costs), seq, max(costs)], "limit": pricing.limit,
         "microbatches": layout.microbatches, "step": layout.pp if layout.schedule == "interleaved" else 1,
-        "least": 1 if steady else 2 * layout.pp,
+        "least": 1 if steady else min(layout.microbatches, 2 * layout.pp),
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ MOST_ROWS = 16  # of a microbatch
 MOST_PARTS = 8  # per rank of pp
 IDLE_LAYERS = 2  # slots of a pipeline without a layer, at most, in deep models
 CHUNKS = 8  # of the loss, where its logits do not fit
-ANY_COUNT = ("1f1b", "interleaved")  # schedules that are considered for any number of microbatches
+FIRST = ("1f1b", "interleaved")  # of schedules: the simplest
 POLICIES = ("none", "selective", "full")  # of activation checkpointing, in the order of time
 
 Chosen = Mapping[str, Any]
@@ -188,13 +188,7 @@ def _schedule(question: Question, chosen: Chosen) -> list[str]:
     if chosen["pp"] == 1:
         return [""]
     _fill_schedules()
-    known = [*ANY_COUNT, *(name for name, one in SCHEDULES.items() if one.candidate and name not in ANY_COUNT)]
-    return [name for name in known if is_steady(name, chosen["pp"], chosen["microbatches"])]
-
-
-def is_steady(schedule: str, pp: int, microbatches: int) -> bool:
-    """Whether a schedule is considered: most only where their steady state is reached."""
-    return pp == 1 or schedule in ANY_COUNT or microbatches >= 2 * pp
+    return [*FIRST, *(name for name, one in SCHEDULES.items() if one.candidate and name not in FIRST)]
 
 
 def _virtual_stages(question: Question, chosen: Chosen) -> list[int]:
