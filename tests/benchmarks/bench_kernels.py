@@ -142,6 +142,11 @@ def decompose(gm: GraphModule) -> None:
             node.target = select_decomp_table()[node.target]
 
 
+def on_device(x: Any) -> Any:
+    """A tensor of the same layout on the current fake GPU."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x
+
+
 def of_theirs(name: str) -> list[Count]:
     """Of the forward and of the backward."""
     model, batch = made(name)
@@ -163,7 +168,9 @@ def of_theirs(name: str) -> list[Count]:
             set_device(gm, torch.device("cuda", 0))
             with gpu, torch.no_grad():
                 there = [
-                    torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x
+                    torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+                    if isinstance(x, Tensor)
+                    else x
                     for x in given
                 ]
                 flat = make_fx(
@@ -185,7 +192,9 @@ def main() -> None:
             continue
         theirs = of_theirs(name)
         for who, counts in {"torch.compile": theirs, "**autopar**": of_ours(name)}.items():
-            kernels, products, moved = (sum(getattr(c, key) for c in counts) for key in ("kernels", "products", "moved"))
+            kernels, products, moved = (
+                sum(getattr(c, key) for c in counts) for key in ("kernels", "products", "moved")
+            )
             shares = moved / sum(c.moved for c in theirs), counts[0].kept / theirs[0].kept
             sizes = f"{moved / 1e6:,.0f} | {counts[0].kept / 1e6:,.0f}"
             lines.append(f"| {name} | {who} | {kernels} | {products} | {sizes} | {shares[0]:.2f} | {shares[1]:.2f} |")
