@@ -167,12 +167,7 @@ def of_theirs(name: str) -> list[Count]:
         with fake_gpu(world=1) as gpu:
             set_device(gm, torch.device("cuda", 0))
             with gpu, torch.no_grad():
-                there = [
-                    torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-                    if isinstance(x, Tensor)
-                    else x
-                    for x in given
-                ]
+                there = [on_device(x) for x in given]
                 flat = make_fx(
                     lambda *inputs, gm=gm: gm(*inputs),  # type: ignore[misc]
                     decomposition_table=select_decomp_table(), tracing_mode="real",
