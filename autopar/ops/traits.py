@@ -16,6 +16,7 @@ has none.
     DROPOUTS, is_random                draw numbers
     is_choice                          returns positions of elements: experts of a token, the largest of a row
     FILLED                             created with a size, all elements alike
+    SIZED                              have the sizes of their result as an argument
     FILL_VALUES                        of calls that create tensors with elements alike: the value
     STOPS_GRADIENT                     no gradient goes back through them
 """
@@ -173,6 +174,13 @@ FILLED = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default,
     aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
+
+# Of views: the argument with the sizes of the result. SIZES: names of such arguments of any operator.
+SIZED = {
+    aten.view.default: "size", aten.reshape.default: "shape", aten._unsafe_view.default: "size",
+    aten.expand.default: "size",
+}  # fmt: skip
+SIZES = ("size", "sizes", "shape", "output_size", "split_size", "split_sizes")
 
 # Rows of a source stand at the true entries of a mask, in order. Rules assume that each example has its own rows.
 IN_ORDER_OF_MASK = (aten.masked_scatter.default, torch.ops.autopar.filled_rows.default)

@@ -7,31 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.step.async_tp import AsyncTensorParallel
+from autopar.passes.step.async_tp import AsyncTensorParallel, _Prices
+from autopar.passes.step.row_regions import row_region
 from autopar.passes.step.schedule_collectives import ScheduleCollectives
 from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
-from autopar.runtime.exec.executor import Executor
-from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.support.cases import (
     Cell,
     called,
     check,
     compile_cell,
     compiled,
-    inherited,
     on_ranks,
     simulated,
-    values_of,
 )
-from tests.support.slow_links import SlowMesh
+from tests.support.slow_links import slow_step
 
 ours, aten = torch.ops.autopar, torch.ops.aten
 ALWAYS = Options(async_tp=True)
@@ -97,6 +93,57 @@ def test_reduced_behind_products() -> None:
     assert names == ["mm", "mm", "reduce_scatter", "mm", "mm", "reduce_scatter", "cat"]
 
 
+@pytest.fixture
+def four_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the price."""
+    monkeypatch.setattr(_Prices, "best", lambda self, node, least: (row_region(node), 4))
+
+
+@pytest.mark.usefixtures("four_chunks")
+def test_from_products_to_products() -> None:
+    """A sum over tp, the residual stream, a norm and the next products run chunk by chunk; a loss over all rows is of
+    the joined values, and so is what the backward keeps."""
+    graph = Graph()
+    a, w, x = given(graph, "a", 8, 8), given(graph, "w", 8, 6), given(graph, "x", 4, 2, 6)
+    v, scale = given(graph, "v", 6, 3), given(graph, "scale", 6)
+    product = call(graph, aten.view.default, call(graph, aten.mm.default, a, w), [4, 2, 6])
+    stream = call(graph, aten.add.Tensor, call(graph, ours.all_reduce.default, product, "tp", "sum"), x)
+    mean = call(graph, aten.mean.dim, call(graph, aten.mul.Tensor, stream, stream), [-1], True)
+    normed = call(graph, aten.mul.Tensor, call(graph, aten.mul.Tensor, stream, mean), scale)
+    out = call(graph, aten.mm.default, call(graph, aten.view.default, normed, [8, 6]), v)
+    names = rewritten(graph, out, stream, call(graph, aten.sum.default, normed))
+    assert names.count("mm") == 8 and names.count("all_reduce") == names.count("mean") == 4 and names.count("sum") == 1
+    assert names.count("cat") == 3  # of the result, of the stream, of what is summed
+
+
+@pytest.mark.usefixtures("four_chunks")
+def test_through_both_exchanges() -> None:
+    """From the products before a reduce-scatter to those behind the all-gather: the first chunk is gathered before the
+    last is reduced."""
+    graph = Graph()
+    a, w, v = given(graph, "a", 16, 8), given(graph, "w", 8, 6), given(graph, "v", 6, 3)
+    product = call(graph, aten.view.default, call(graph, aten.mm.default, a, w), [4, 4, 6])
+    part = call(graph, aten.relu.default, call(graph, ours.reduce_scatter.default, product, 1, [], "tp", 2))
+    whole = call(graph, ours.all_gather.default, part, 1, [], "tp", 2)
+    out = call(graph, aten.mm.default, call(graph, aten.view.default, whole, [16, 6]), v)
+    names = rewritten(graph, out)
+    assert names.count("reduce_scatter") == names.count("all_gather") == 4 and names.count("cat") == 1
+    assert names.index("all_gather") < len(names) - 1 - names[::-1].index("reduce_scatter")
+
+
+@pytest.mark.usefixtures("four_chunks")
+def test_what_mixes_rows_ends_a_region() -> None:
+    """A sum over the batch, a random mask, an operand that others compute from the reduced value."""
+    graph = Graph()
+    a, w, v = given(graph, "a", 8, 8), given(graph, "w", 8, 6), given(graph, "v", 6, 3)
+    product = call(graph, aten.view.default, call(graph, aten.mm.default, a, w), [4, 2, 6])
+    total = call(graph, ours.all_reduce.default, product, "tp", "sum")
+    centred = call(graph, aten.sub.Tensor, total, call(graph, aten.mean.dim, total, [0], True))
+    out = call(graph, aten.mm.default, call(graph, aten.view.default, centred, [8, 6]), v)
+    names = rewritten(graph, out)
+    assert names.count("all_reduce") == 4 and names.count("mm") == 5 and names.count("sub") == 1
+
+
 def test_what_is_left() -> None:
     """One row; rows that are the sharded dim; a product that somebody else uses."""
     graph = Graph()
@@ -147,25 +194,12 @@ SLOW = Options(target_hardware="CPU", topology="tp=switch:2e7:0", sequence_paral
 GIVEN = Cell("llama", Mesh.of(tp=2), replace(SLOW, bucket_bytes=2**20))
 
 
-def waits(cell: Cell) -> tuple[float, float, float]:
-    """Seconds of a step on slow links, those of its kernels, and those in which it waits."""
-    groups, made = Groups(init_mesh("cpu", 30.0, **cell.mesh.sizes)), inherited(cell)
-    with SlowMesh(groups, cell.options) as slow:
-        executor = Executor(made, groups)
-        values = values_of(made, cell.name, groups)
-        executor.run_step(values)
-        dist.barrier()
-        slow.reset()
-        executor.run_step(values)
-    return slow.seconds, slow.computed, slow.exposed["tp"]
-
-
 def test_less_of_slow_links_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On ranks, with a clock that links and kernels set forward: in the order that is made, and in the given one."""
     with monkeypatch.context() as patched:
         patched.setattr(ScheduleCollectives, "apply", lambda self, gm, ctx: gm)
         compiled(GIVEN)
-    ordered, plain = (on_ranks(cell, waits) for cell in (replace(GIVEN, options=SLOW), GIVEN))
-    for (seconds, computed, waited), (before, alike, all_of_it) in zip(ordered, plain, strict=True):
+    ordered, plain = (on_ranks(cell, slow_step) for cell in (replace(GIVEN, options=SLOW), GIVEN))
+    for (seconds, computed, _, waited), (before, alike, _, all_of_it) in zip(ordered, plain, strict=True):
         assert seconds == pytest.approx(computed + waited) and before == pytest.approx(alike + all_of_it)
         assert computed == pytest.approx(alike) and waited < 0.95 * all_of_it

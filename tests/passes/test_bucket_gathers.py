@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives as collectives  # registers the raw collectives
-from autopar.passes.step import bucket_gathers
+from autopar.passes.step import bucket_gradients
 from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.rewrite.compilation import Compilation
 
@@ -81,7 +81,7 @@ def test_what_two_axes_cut_travels_together_over_each() -> None:
 
 
 def test_large_ones_and_other_dims_stay_alone(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(bucket_gathers, "LONE_BYTES", 0)
+    monkeypatch.setattr(bucket_gradients, "LONE_BYTES", 0)
     gm = traced()
     before = names(gm)
     assert names(BucketGathers().apply(gm, Compilation(Mesh.of(dp=2)))) == before

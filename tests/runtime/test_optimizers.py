@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -217,6 +219,28 @@ def around_a_step(**sizes: int) -> dict[str, Any]:
     second = optimizer.step(closure)
     steps = [p for p in optimizer.state if not isinstance(p, DTensor)]
     return {"hooks": hooks, "losses": [float(loss), float(second)], "gradients": gradients, "others": len(steps)}
+
+
+def beside_others() -> tuple[list[Tensor], list[Tensor]]:
+    """Two steps of a model that torch's FSDP shards over an equal mesh, before ours exists and with it."""
+    x, results = torch.rand(8, 8), []
+    for ours in (False, True):
+        mesh = autopar.init_mesh("cpu", 30.0, dp=2)
+        if ours:
+            autopar.parallelize(Matrices(), mesh, example_batch={"x": x})
+        torch.manual_seed(0)
+        model: Any = fully_shard(Matrices(), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(x).backward()
+            optimizer.step()
+        results.append([p.full_tensor().detach() for p in model.parameters()])
+    return results[0], results[1]
+
+
+def test_parameters_of_others_on_an_equal_mesh_are_left_to_torch() -> None:
+    for alone, beside in run_ranks(2, beside_others):
+        assert all(map(torch.equal, alone, beside))
 
 
 def hooks_that_matter() -> list[Any]:

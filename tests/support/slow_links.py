@@ -31,7 +31,9 @@ from autopar.ir.traffic import collective_bytes
 from autopar.options import Options
 from autopar.runtime.comm.collectives import Collective, PendingCollective
 from autopar.runtime.exec import lowering
-from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
+from tests.support.cases import Cell, inherited, values_of
 
 
 @dataclass
@@ -140,6 +142,19 @@ class Transfer:
         """As `dist.Work.wait`."""
         self.work.wait()
         self.mesh.wait(self.axis, self.end)
+
+
+def slow_step(cell: Cell) -> tuple[float, float, float, float]:
+    """Seconds of a step of a rank on slow links, of its kernels, of its transfers, and those in which it waits."""
+    groups, made = Groups(init_mesh("cpu", 30.0, **cell.mesh.sizes)), inherited(cell)
+    with SlowMesh(groups, cell.options) as slow:
+        executor = Executor(made, groups)
+        values = values_of(made, cell.name, groups)
+        executor.run_step(values)
+        dist.barrier()
+        slow.reset()
+        executor.run_step(values)
+    return slow.seconds, slow.computed, sum(slow.moved.values()), sum(slow.exposed.values())
 
 
 def _sent(kind: str, pending: PendingCollective, ranks: int) -> int:

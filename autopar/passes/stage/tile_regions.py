@@ -32,7 +32,18 @@ from autopar.ir.meta import names_of_parameters
 from autopar.ops.few_bits.scaled_experts import scaled_experts
 from autopar.ops.few_bits.scaled_products import scaled_linear
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
-from autopar.ops.traits import COLLECTIVES, CONVOLUTIONS, COPIES, LOCAL, PRODUCTS, is_choice, is_random, is_view
+from autopar.ops.traits import (
+    COLLECTIVES,
+    CONVOLUTIONS,
+    COPIES,
+    LOCAL,
+    PRODUCTS,
+    SIZED,
+    SIZES,
+    is_choice,
+    is_random,
+    is_view,
+)
 from autopar.rules import RULES, Call, Rule, RuleError
 from autopar.rules.channel_regions import maker_of
 from autopar.rules.derived import DerivedRule
@@ -41,11 +52,6 @@ from autopar.rules.rule import Cat, Dim, Dims, factors_of
 from autopar.rules.special import LinkedRule
 
 aten, ours = torch.ops.aten, torch.ops.autopar
-SIZED = {  # operators with the sizes of their result as an argument
-    aten.view.default: "size", aten.reshape.default: "shape", aten._unsafe_view.default: "size",
-    aten.expand.default: "size",
-}  # fmt: skip
-_SIZES = ("size", "sizes", "shape", "output_size", "split_size", "split_sizes")
 DRAWS = (ours.dropout.default, ours.random.default)  # of global indices, which are sliced
 SCALED = (scaled_linear, scaled_experts)
 _PRODUCTS = PRODUCTS - CONVOLUTIONS | {*SCALED}
@@ -131,7 +137,7 @@ class _Tokens:
         scaled = is_call(call, *SCALED) and scales_by_token(call)
         if not (scaled or isinstance(call.target, OpOverload)) or "chunk" in call.meta or _draws_or_chooses(call):
             return None
-        has_sizes = not scaled and not set(_SIZES).isdisjoint(argument_defaults(call.target))
+        has_sizes = not scaled and not set(SIZES).isdisjoint(argument_defaults(call.target))
         if has_sizes and call.target not in (*SIZED, aten.split_with_sizes.default, *DRAWS):
             return None
         val = call.meta["val"]

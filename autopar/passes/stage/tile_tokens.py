@@ -30,7 +30,8 @@ from torch.fx.node import map_arg
 
 from autopar.ir.graph import arguments, insert_call, run_fake, set_argument
 from autopar.ir.meta import TYPES, inherit
-from autopar.passes.stage.tile_regions import DRAWS, SIZED, TileRegion, tile_sizes
+from autopar.ops.traits import SIZED
+from autopar.passes.stage.tile_regions import DRAWS, TileRegion, tile_sizes
 
 aten = torch.ops.aten
 

@@ -1,13 +1,13 @@
 """bucket_gathers: gather small parameters, and reduce-scatter small gradients, in buckets.
 
 Consumes    a step graph.
-Guarantees  gathers of a layer's parameters below `LONE_BYTES` become one gather per dtype and set of axes, where the
+Guarantees  gathers of a layer's parameters that are `is_small` become one gather per dtype and set of axes, where the
             first of them was. Ranks agree on the magnitudes of those that are rounded to eight bits in one exchange.
             Reduce-scatters of such gradients become one per layer, of at most ``bucket_bytes``. Values sharded on both
             dp and cp take one collective per axis. A gather is unpacked right before its first use, so that it can
             still overlap with the layer before.
-Leaves      large parameters, for which two copies would cost more than the latency saved; shards of dims other than the
-            first; gathers of activations.
+Leaves      large parameters, for which two copies would cost more than the latency saved, or whose bucket would arrive
+            late; shards of dims other than the first; gathers of activations.
 
     w = all_gather(p, 0)                   packed = cat([view(p, [1, -1]), view(q, [1, -1])], 1)
     v = all_gather(q, 0)         -->       both = split(all_gather(packed, 0), 1)
@@ -23,17 +23,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
+from autopar.cost.hardware import Links
 from autopar.ir.conversions import uncast, unrounded
 from autopar.ir.graph import ancestors, arguments, insert_call, is_call, layer_of, nbytes, output_node, shape
 from autopar.ir.meta import of_no_module
 from autopar.options import Options
-from autopar.passes.step.bucket_gradients import ends_in_output, move_users_to_end
+from autopar.passes.step.bucket_gradients import ends_in_output, is_small, move_users_to_end
 from autopar.rewrite.checks import gathers_by_layer, is_parameter_gather
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
-LONE_BYTES = 2**20
 GATHER = torch.ops.autopar.all_gather.default
 REDUCE = torch.ops.autopar.all_reduce.default
 SCATTER = torch.ops.autopar.reduce_scatter.default
@@ -46,10 +46,11 @@ class BucketGathers(Pass):
     requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        for chains in _runs(gm):
+        options = ctx.plan.options if ctx.plan else Options()
+        links = Links.of(options, ctx.mesh)
+        for chains in _runs(gm, links):
             _join_gathers(gm, chains)
-        limit = ctx.plan.options.bucket_bytes if ctx.plan else Options().bucket_bytes
-        for chains in _waves(gm, limit):
+        for chains in _waves(gm, options.bucket_bytes, links):
             _join_scatters(gm, chains)
         gm.recompile()
         return gm
@@ -59,7 +60,7 @@ class BucketGathers(Pass):
 Chain = list[Node]
 
 
-def _runs(gm: GraphModule) -> list[list[Chain]]:
+def _runs(gm: GraphModule, links: Links) -> list[list[Chain]]:
     """Small parameters that one layer gathers."""
     found: list[list[Chain]] = []
     for layer in gathers_by_layer(gm):
@@ -67,12 +68,16 @@ def _runs(gm: GraphModule) -> list[list[Chain]]:
         for node in layer:
             chain = _chain(node, GATHER)
             inner = any(is_call(user, GATHER) for user in node.users)
-            if not inner and uncast(unrounded(_source(chain))).op == "placeholder" and _is_small(chain, _source(chain)):
+            if (
+                not inner
+                and uncast(unrounded(_source(chain))).op == "placeholder"
+                and _is_small(chain, _source(chain), links)
+            ):
                 _add(found, groups, chain)
     return [chains for chains in found if len(chains) > 1]
 
 
-def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
+def _waves(gm: GraphModule, limit: int, links: Links) -> list[list[Chain]]:
     """Small gradients of one layer that are reduce-scattered between two gathers of parameters. (The all-reduce over
     replicas comes after that.) At most ``limit`` bytes of unsharded gradients, which all live until the last of them is
     computed, and then a second time in the bucket."""
@@ -86,7 +91,7 @@ def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
             chain = _chain(node, SCATTER)
             if _layer(_source(chain)) != layer:
                 open_waves, layer = {}, _layer(_source(chain))
-            if _is_small(chain, node):
+            if _is_small(chain, node, links):
                 _add(found, open_waves, chain, limit)
     return [chains for chains in found if len(chains) > 1]
 
@@ -123,11 +128,11 @@ def _axis(node: Node) -> tuple[str, int]:
     return args["axis"], args["size"]
 
 
-def _is_small(chain: Chain, piece: Node) -> bool:
+def _is_small(chain: Chain, piece: Node, links: Links) -> bool:
     """Whether this rank's shard is small, and one contiguous slice of the first dim."""
     plain = (arguments(n) for n in chain)
     whole = all(args["dim"] == 0 and not args["blocks"] and not args["units"] for args in plain)
-    return whole and nbytes(piece) < LONE_BYTES
+    return whole and all(is_small(node, nbytes(piece), links) for node in chain)
 
 
 def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:

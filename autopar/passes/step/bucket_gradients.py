@@ -1,11 +1,11 @@
 """bucket_gradients: all-reduce small gradients in buckets.
 
 Consumes    a backward step graph.
-Guarantees  all-reduces of gradients below `LONE_BYTES` run in flat buckets of at most ``bucket_bytes``, one dtype and
+Guarantees  all-reduces of gradients that are `is_small` run in flat buckets of at most ``bucket_bytes``, one dtype and
             axis each; a bucket starts as soon as its last member is ready and is unpacked at the end, so that it
             overlaps the backward.
 Leaves      all-reduces of activations, on which the backward waits; large gradients (a copy into a bucket would cost
-            more than the latency it saves); reduce-scatters.
+            more than the latency it saves, and the first of a bucket wait for the last); reduce-scatters.
 
     ga = all_reduce(a, "dp")               flat = cat([reshape(a), reshape(b)])
     gb = all_reduce(b, "dp")      -->      sum = all_reduce(flat, "dp")
@@ -19,7 +19,9 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import insert_call, is_call, nbytes, output_node, shape
+from autopar.cost.hardware import Links
+from autopar.cost.traffic import transfer_seconds
+from autopar.ir.graph import arguments, insert_call, is_call, nbytes, output_node, shape
 from autopar.ir.meta import of_no_module
 from autopar.ops.traits import PASSING
 from autopar.options import Options
@@ -28,6 +30,7 @@ from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20
+LATENCY = 0.05  # of the time of a transfer: where starting takes less, a bucket saves less than it delays
 
 
 class BucketGradients(Pass):
@@ -37,8 +40,10 @@ class BucketGradients(Pass):
     requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
+        options = ctx.plan.options if ctx.plan is not None else Options()
+        links = Links.of(options, ctx.mesh)
         while True:  # one sweep per axis of a chain: all-reduces over tp first, then over dp
-            waves = _buckets(gm, ctx.plan.options.bucket_bytes if ctx.plan is not None else Options().bucket_bytes)
+            waves = _buckets(gm, options.bucket_bytes, links)
             if not waves:
                 break
             for members in waves:
@@ -47,10 +52,18 @@ class BucketGradients(Pass):
         return gm
 
 
-def _buckets(gm: GraphModule, limit: int) -> list[list[Node]]:
+def is_small(transfer: Node, size: int, links: Links) -> bool:
+    """Whether a value of ``size`` bytes is cheap to copy into a bucket, and its transfer is not much longer than the
+    start of one."""
+    found = transfer_seconds(transfer, links)
+    start = links.seconds(arguments(transfer)["axis"], str(transfer.target).split(".")[1], 1)
+    return size < LONE_BYTES and (found is None or start > LATENCY * found)
+
+
+def _buckets(gm: GraphModule, limit: int, links: Links) -> list[list[Node]]:
     """Groups of at least two all-reduces that can travel together."""
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    members = [n for n in gm.graph.nodes if _is_gradient_sum(n) and nbytes(n) < LONE_BYTES]
+    members = [n for n in gm.graph.nodes if _is_gradient_sum(n) and is_small(n, nbytes(n), links)]
     # a member whose operand depends on another member goes to a later bucket
     first = [n for n in members if not _waits_for(n, set(members) - {n})]
     groups: dict[tuple[object, ...], list[list[Node]]] = {}

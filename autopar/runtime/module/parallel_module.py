@@ -137,7 +137,7 @@ class ParallelModule(ModuleFacade):
         )
         self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
-        watch_optimizers(groups.device_mesh)
+        watch_optimizers()
         if plan.options.optimizer_cpu_offload:
             keep_on_host(self, plan.options.bucket_bytes)
         if outputs_with_grad and (reason := self._cannot_differentiate()):

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -34,6 +33,7 @@ from autopar.runtime.optim.cpu_offload import OffloadedStates, step_buckets
 from autopar.runtime.optim.local_step import on_pieces
 from autopar.runtime.optim.step_trials import Way, note_options, way_of
 from autopar.runtime.optim.whole_step import step_owned, step_together
+from autopar.runtime.params.sharded_tensor import ShardedTensor
 
 _events = itertools.count(1)
 _stepped = WeakIdKeyDictionary()  # optimizer -> time of its last step
@@ -76,7 +76,7 @@ def note_parameters(parameters: Iterable[Tensor]) -> None:
     """Record the original parameters of a parallelized model. Optimizers are watched from the first call on."""
     for parameter in parameters:
         _PLACED.setdefault(parameter, -1)
-    _watch()
+    watch_optimizers()
 
 
 def version_after_step(parameter: Tensor) -> int:
@@ -98,19 +98,11 @@ def _refuse_stale(optimizer: Optimizer) -> None:
 # --- every step ------------------------------------------------------------------------------------------------
 
 
-_MESHES: set[DeviceMesh] = set()  # meshes of our parameters
-
-
-def watch_optimizers(mesh: DeviceMesh) -> None:
-    """From now on optimizers of parameters on this mesh are stepped by our code if they need it. (Parameters are not
-    recorded: torch does not swap a tensor in place, as ``model.to`` does, if it has weak references.)"""
-    _MESHES.add(mesh)
-    _watch()
-
-
 @functools.cache
-def _watch() -> Any:
-    """Watch every step of every optimizer from now on."""
+def watch_optimizers() -> Any:
+    """Watch every step of every optimizer from now on: those of our parameters are stepped by our code if they need it.
+    (Parameters are not recorded: torch does not swap a tensor in place, as ``model.to`` does, if it has weak
+    references.)"""
     return register_optimizer_step_pre_hook(_begin), register_optimizer_step_post_hook(_end)
 
 
@@ -130,7 +122,8 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _is_ours(p: Tensor) -> bool:
-    return isinstance(p, DTensor) and p.device_mesh in _MESHES
+    """DTensors of others may lie on an equal mesh."""
+    return isinstance(p, ShardedTensor)
 
 
 def _run(step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
