@@ -141,7 +141,9 @@ class StateNumbers:
         if start is not stop or last < first:
             return None
         with torch._C.DisableTorchFunction():
-            return torch.arange(first, last, device=start.device) + start
+            span = torch.arange(first, last, device=start.device) + start
+            # A slice from -2 to 2 is another one than indices -2, -1, 0, 1: an index that no tensor has is an error
+            return torch.where(span < 0, torch.iinfo(torch.int64).max, span)
 
 
 def _tensors_of(index: Any) -> list[Tensor]:
