@@ -157,50 +157,36 @@ class _Search:
     # --- from families to layouts --------------------------------------------------------------------------
 
     def _family(self, bound: float, family: Layout) -> None:
-        """Price the members of a family, if no other is bounded to be faster: by costs of smaller axes that are
-        compiled already, then by its own."""
-        if self.pricer.bound(family) is not None and not self._is_next(bound, family):
-            return
+        """Bound a family: first by costs of smaller axes that are compiled already, then by its own."""
+        least = self.pricer.bound(family)
+        if least is not None:
+            policy = self._policy_that_may_fit(family)
+            if policy is None:
+                self.counts["weights"] += self._size(family)
+                return
+            seconds = self._least(replace(family, activation_checkpoint=policy)) * (1 - SLACK)
+            if seconds > bound * (1 + 1e-9):
+                self._wait(seconds, self._family, family)
+                return
         found = self.pricer.price(family)
-        if not found.refused:
-            if self._is_next(bound, family):
-                self._members(family)
+        if found.refused:
+            size = self._size(family)
+            self.counts["refused"] += size
+            self.refusals[found.refused] += size
+            if family.sequence_parallel and "sequence_parallel" not in self.space.question.fixed:
+                self.counts["all"] += size
+                self._wait(0.0, self._family, replace(family, sequence_parallel=False))
             return
-        size = self._size(family)
-        self.counts["refused"] += size
-        self.refusals[found.refused] += size
-        if family.sequence_parallel and "sequence_parallel" not in self.space.question.fixed:
-            self.counts["all"] += size
-            self._wait(0.0, self._family, replace(family, sequence_parallel=False))
-
-    def _is_next(self, bound: float, family: Layout) -> bool:
-        """Whether a family takes no longer than a bound, as far as is known. One that does waits; one of which no
-        member fits does not."""
-        policy = self._policy_that_may_fit(family)
-        if policy is None:
-            self.counts["weights"] += self._size(family)
-            return False
-        seconds = self._least(replace(family, activation_checkpoint=policy)) * (1 - SLACK)
-        if seconds > bound * (1 + 1e-9):
-            self._wait(seconds, self._family, family)
-            return False
-        return True
+        self._wait(max(bound, self._least(family)), self._members, family)
 
     def _least(self, family: Layout) -> float:
-        """Seconds that the members of a family take at least: with the pipeline and the way of ZeRO that add the least.
-        A backward that is longer than known hides at most as much more of the sums of gradients."""
-        members = list(self.space.members(family))
-        pipelines = {_pipeline(m): _with_schedule(family, m) for m in members}
-        ways = {_way(m): _with_way(family, m) for m in members}
+        """Seconds that the members of a family take at least, with the pipeline that wastes the least."""
+        pipelines = {_pipeline(member): member for member in self.space.members(family)}
+        layouts = [_with_schedule(family, member) for member in pipelines.values()]
+        prices = [self.pricer.bound(layout) or self.pricer.price(layout) for layout in layouts]
+        return min((certain(p) + exposed(p, *PIPELINE) for p in prices if not p.refused), default=0.0)
 
-        def known(layouts: Iterable[Layout]) -> list[Price]:
-            prices = [self.pricer.bound(layout) or self.pricer.price(layout) for layout in layouts]
-            return [p for p in prices if not p.refused]
-
-        computing = min((certain(p) + exposed(p, *PIPELINE) for p in known(pipelines.values())), default=0.0)
-        return computing + min((exposed(p, *DATA) for p in known(ways.values())), default=0.0)
-
-    def _members(self, family: Layout) -> None:
+    def _members(self, bound: float, family: Layout) -> None:
         """Price the members of a family that may be within the band."""
         members = list(self.space.members(family))
         plain = certain(self.pricer.price(family))
