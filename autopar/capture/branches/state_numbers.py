@@ -95,7 +95,7 @@ class StateNumbers:
         `with_indices` returns."""
         if function is _TENSOR.item and (made := self.of(args[0])) is not None:
             return (made,)
-        if function in _SLICES and any(isinstance(x, Tensor) for x in args[1:]):  # as torch.export writes x[a : b]
+        if function in _SLICES and any(isinstance(x, Tensor) and x in self._offsets for x in args[1:]):  # as torch.export writes x[a : b]
             x, dim, start, stop, *step = args
             span = self._span(slice(start, stop, *step))
             if span is not None:

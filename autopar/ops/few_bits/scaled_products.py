@@ -130,7 +130,8 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: tor
     [k / 32, n] of blocks -> [m, n] in ``dtype``.
 
     Sums are in float32, in float64 for float64. On a GPU with float8 torch's kernel, for bfloat16 and sizes that it
-    takes; elsewhere, and for blocks, the product of the dequantized operands, on the CPU bitwise equal to torch's.
+    takes; elsewhere, and for blocks, the product of the dequantized operands: torch's on the CPU, to the bit where its
+    kernel sums in the same order (not on those with AMX).
     """
     return _scaled_mm(a, b, scale_a, scale_b, dtype)
 

@@ -188,7 +188,10 @@ def _rule(call: Node) -> Rule | None:
     if sized and target not in (*SIZED, aten.split_with_sizes.default):
         return None
     val = call.meta["val"]
-    shapes = tuple(tuple(v.shape) for v in (val if isinstance(val, (tuple, list)) else [val]))
+    results = val if isinstance(val, (tuple, list)) else [val]
+    if any(result is None for result in results):  # of a backward, which leaves out what nobody asks for
+        return None
+    shapes = tuple(tuple(result.shape) for result in results)
     try:
         return known_rule(CORE[target], Call(call, shape, shapes, axis="tp", of_step=True))
     except (RuleError, LookupError, ValueError, ArithmeticError):  # rules for calls of the forward may not cover this
