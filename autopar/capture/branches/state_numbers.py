@@ -95,7 +95,8 @@ class StateNumbers:
         `with_indices` returns."""
         if function is _TENSOR.item and (made := self.of(args[0])) is not None:
             return (made,)
-        if function in _SLICES and any(isinstance(x, Tensor) and x in self._offsets for x in args[1:]):  # as torch.export writes x[a : b]
+        numbers = [x for x in args[1:] if isinstance(x, Tensor) and x in self._offsets]
+        if function in _SLICES and numbers:  # as torch.export writes x[a : b]
             x, dim, start, stop, *step = args
             span = self._span(slice(start, stop, *step))
             if span is not None:
