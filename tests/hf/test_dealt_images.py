@@ -14,9 +14,8 @@ import autopar
 from autopar.runtime.inputs.image_dealing import Division, dealt_by_cost, division
 from autopar.runtime.inputs.image_padding import DTYPES, ImagePadder
 from autopar.runtime.module.argument_checks import check_arguments
-from autopar.testing.reference import eager
 from tests.support.ranks import run_ranks
-from tests.support.vision_models import GRID_MODELS, part_with_grids, with_grids
+from tests.support.vision_models import GRID_MODELS, steps_with_grids, with_grids
 
 LIMIT = 1e-10
 NONE, S, W, L, X = (0, 0, 0), (1, 4, 4), (1, 4, 8), (1, 8, 6), (1, 8, 14)
@@ -125,20 +124,10 @@ WIDE = ((S,) * 8, (X, L, W, NONE, S, NONE, S, W), (NONE,) * 4 + (X, X, L, S), (N
 
 def stepped(name: str, sizes: dict[str, int], options: dict[str, Any], steps: Sequence[Any]) -> Any:
     """On a rank: (the largest error, for each step whether it exchanges features)."""
-    mesh = autopar.init_mesh("cpu", 120.0, **sizes)
-    at, parts = autopar.dp_rank_and_size(mesh)
-    parallel, worst, exchanges = None, 0.0, []
-    for seed, grids in enumerate(steps):
-        model, batch = GRID_MODELS[name](), with_grids(grids, seed, TOKENS)
-        expected, mine = eager(model, batch), part_with_grids(batch, grids, at, parts)
-        if parallel is None:
-            parallel = autopar.parallelize(model, mesh, lift_to_float64=True, padding="auto", **options)
-        loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
-        wanted = {n: g for n, g in expected.gradients.items() if g is not None}
-        worst = max(worst, abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in wanted.items()))
-        parallel.zero_grad(set_to_none=True)
-        sent = [kind for _, kind in parallel.traffic()]
-        exchanges.append("all_to_all_rows" in sent)
+    worst, exchanges = 0.0, []
+    for parallel, error in steps_with_grids(name, sizes, options, steps, TOKENS):
+        worst = max(worst, error)
+        exchanges.append("all_to_all_rows" in [kind for _, kind in parallel.traffic()])
     return worst, exchanges
 
 

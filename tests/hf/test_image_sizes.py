@@ -32,7 +32,7 @@ from tests.integrations.loops import arguments, as_started, differences
 from tests.outside import vision_language as vision_language  # enters its models
 from tests.outside.zoo_of_others import MODELS
 from tests.support.ranks import refusal, run_ranks
-from tests.support.vision_models import GRID_MODELS, IMAGE, part_with_grids, qwen_vl, with_grids
+from tests.support.vision_models import GRID_MODELS, IMAGE, part_with_grids, qwen_vl, steps_with_grids, with_grids
 
 LIMIT = 1e-10
 S, W, L, NONE = (1, 4, 4), (1, 4, 8), (1, 8, 6), (0, 0, 0)
@@ -43,20 +43,9 @@ STEPS: tuple[Grids, ...] = ((S, W, L, S), (W, S, S, W), (S, S, W, L), (NONE, NON
 
 def stepped(name: str, sizes: dict[str, int], options: dict[str, Any], steps: Sequence[Grids]) -> tuple[float, int]:
     """On a rank, which passes its own rows and images: (the largest error, how many steps were compiled)."""
-    mesh = autopar.init_mesh("cpu", 120.0, **sizes)
-    at, parts = autopar.dp_rank_and_size(mesh)
-    parallel, worst = None, 0.0
-    for seed, grids in enumerate(steps):
-        model, batch = GRID_MODELS[name](), with_grids(grids, seed)
-        expected, mine = eager(model, batch), part_with_grids(batch, grids, at, parts)
-        if parallel is None:
-            parallel = autopar.parallelize(model, mesh, lift_to_float64=True, padding="auto", **options)
-        loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
-        wanted = {n: g for n, g in expected.gradients.items() if g is not None}
-        worst = max(worst, abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in wanted.items()))
-        parallel.zero_grad(set_to_none=True)
-    assert parallel is not None
-    return worst, sum(r.compiled.train for r in parallel._cache.runners)
+    found = [*steps_with_grids(name, sizes, options, steps)]
+    parallel, _ = found[-1]
+    return max(error for _, error in found), sum(r.compiled.train for r in parallel._cache.runners)
 
 
 EVERY = [

@@ -7,14 +7,16 @@ GRID_MODELS          more such models
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
+import autopar
 from autopar.models import hf as hf  # registers the adapter
+from autopar.testing.reference import eager
 
 ROWS, TOKENS, IMAGE = 4, 16, 2
 Made = tuple[nn.Module, dict[str, Tensor]]
@@ -94,6 +96,30 @@ def part_with_grids(batch: dict[str, Tensor], grids: Sequence[Sequence[int]], at
         mine["pixel_values"] = batch["pixel_values"][before : before + own]
         mine["image_grid_thw"] = batch["image_grid_thw"][images[0] : sum(images)]
     return mine
+
+
+def steps_with_grids(
+    name: str,
+    sizes: Mapping[str, int],
+    options: Mapping[str, Any],
+    steps: Sequence[Sequence[Sequence[int]]],
+    tokens: int = TOKENS,
+) -> Iterator[tuple[Any, float]]:
+    """On a rank, which passes its own rows and images: after each step, the module and the largest error of the loss
+    and the gradients. steps: grids of each."""
+    mesh = autopar.init_mesh("cpu", 120.0, **sizes)
+    at, parts = autopar.dp_rank_and_size(mesh)
+    parallel: Any = None
+    for seed, grids in enumerate(steps):
+        model, batch = GRID_MODELS[name](), with_grids(grids, seed, tokens)
+        expected, mine = eager(model, batch), part_with_grids(batch, grids, at, parts)
+        if parallel is None:
+            parallel = autopar.parallelize(model, mesh, lift_to_float64=True, padding="auto", **options)
+        loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
+        wanted = {n: g for n, g in expected.gradients.items() if g is not None}
+        worst = max(abs(loss - expected.loss), *(float((found[n] - g).abs().max()) for n, g in wanted.items()))
+        parallel.zero_grad(set_to_none=True)
+        yield parallel, worst
 
 
 def qwen_vl(grids: Sequence[Sequence[int]] = ((1, 4, 4),) * ROWS) -> Made:
