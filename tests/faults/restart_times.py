@@ -27,7 +27,10 @@ def restarts(folder: Path) -> Iterator[list[float]]:
         mine = [note for note in notes if note["attempt"] == attempt]
         at = {note["what"]: note["at"] for note in reversed(mine)}
         if "step" in at:
-            moments = [float(fault.read_text().split()[0]), *(at[n] for n in ("started", "met", "parallelized", "loaded", "step"))]
+            moments = [
+                float(fault.read_text().split()[0]),
+                *(at[n] for n in ("started", "met", "parallelized", "loaded", "step")),
+            ]
             yield [b - a for a, b in itertools.pairwise(moments)]
 
 

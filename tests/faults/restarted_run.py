@@ -101,6 +101,7 @@ def main(folder: Path, seed: int, faults: int, pause: float, where: str, ways: S
         optimizer.step()
         note(what="step", step=step, loss=loss.hex())
         autopar.save(folder / "run", model, optimizer, step=step + 1, **keep)
+        note(what="saved", step=step)
         time.sleep(pause)
     sys.setprofile(None)
 

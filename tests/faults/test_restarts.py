@@ -144,10 +144,11 @@ def test_a_node_that_is_lost_and_comes_back(tmp_path: Path, where: str) -> None:
     assert loaded == [(False, False), (True, where == "memory"), (True, where == "memory")]
 
 
-def wait_until(happens: Callable[[], bool], launched: subprocess.Popen[str]) -> None:
+def wait_until(happens: Callable[[], bool], launched: subprocess.Popen[Any], printed: Callable[[], str] = str) -> None:
+    """Wait for something that happens while a process runs. printed: what it has said, if that does not happen."""
     end = time.monotonic() + PATIENCE
     while not happens():
-        assert launched.poll() is None and time.monotonic() < end, ended(launched)
+        assert launched.poll() is None and time.monotonic() < end, printed()
         time.sleep(0.05)
 
 
