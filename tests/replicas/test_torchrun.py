@@ -76,7 +76,7 @@ def test_a_replica_is_started_anew(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("how", [Node.cut, Node.mute])
+@pytest.mark.parametrize("how", [Node.cut, Node.deafen])
 def test_a_replica_that_is_cut_off_returns(tmp_path: Path, how: Callable[[Node], None]) -> None:
     """The other one goes on without it; when its cable is back, it is given the state. Both have the same losses."""
     file, launched = tmp_path / "losses", []

@@ -4,7 +4,7 @@
         nodes[0].start(["torchrun", "--rdzv-endpoint", "node-0:29400", ...], environment, log)
         nodes[1].cut()      # its cable is pulled: no process is told, and what is sent does not arrive
         nodes[1].mend()
-        nodes[1].mute()     # what it sends is lost, what others send arrives
+        nodes[1].deafen()   # what others send to it is lost, what it sends arrives
         nodes[1].power_off()
         nodes[1].boot()
 
@@ -105,17 +105,18 @@ class Node:
         """Pull the cable."""
         self._bridge.run("ip", "link", "set", self._port, "down")
 
-    def mute(self) -> None:
-        """Lose all that this node sends: no packet fits into a bucket of ten bytes."""
+    def deafen(self) -> None:
+        """Lose all that is sent to this node: no packet fits into a bucket of ten bytes. At the bridge, since a sender
+        is told of packets that its own queue loses, and gives up sooner."""
         self._queue("tbf", "rate", "1kbit", "burst", "10", "limit", "10")
 
     def mend(self) -> None:
-        """Undo `cut` and `mute`."""
+        """Undo `cut` and `deafen`."""
         self._bridge.run("ip", "link", "set", self._port, "up")
         self._queue("pfifo")
 
     def _queue(self, *kind: str) -> None:
-        self._own.run("tc", "qdisc", "replace", "dev", CABLE, "root", *kind)
+        self._bridge.run("tc", "qdisc", "replace", "dev", self._port, "root", *kind)
 
     def power_off(self) -> None:
         """End it at once; nobody is told."""
