@@ -23,6 +23,7 @@ from tests.faults.restarted_run import CABLE, SIGNALS
 from tests.faults.test_restarts import ROOT, agent, check, ended, launcher, noted, ranks_in_turn, wait_until
 from tests.support.emulated_nodes import Node, emulated_nodes
 
+SILENT = "10"  # seconds; a cable that is out for longer ends a run
 PATIENCE = 300.0  # seconds of a run, on a machine that others use
 C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-0:29400",
         "--rdzv-conf", "last_call_timeout=10,keep_alive_interval=3,keep_alive_max_attempt=3")  # fmt: skip
@@ -44,6 +45,7 @@ class Run:
         place = ("--nnodes", self._least, "--nproc-per-node", "1", "--node-rank", str(number))
         command, environment = launcher(self._folder, *place, *self._how, **self._run)
         log = self._folder / f"log-{len(self.launched)}"
+        environment["AUTOPAR_HEARTBEAT_TIMEOUT"] = SILENT
         self.launched.append(self.nodes[number].start(command, environment, log))
 
     def until(self, happens: Callable[[], bool]) -> None:
@@ -258,7 +260,7 @@ def test_three_faults_on_two_nodes(tmp_path: Path, seed: int) -> None:
                     run.nodes[1].cut()
                     with fault.open("a") as told:
                         told.write("cut\n")
-                    time.sleep(drawn.choice([1.0, 15.0, 25.0]))
+                    time.sleep(drawn.choice([20.0, 30.0]))
                     run.nodes[1].mend()
             time.sleep(0.05)
         run.ended()

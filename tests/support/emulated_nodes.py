@@ -10,13 +10,15 @@
 
 A node is a set of Linux namespaces (network, hostname, mounts, processes). Its cable is a pair of virtual interfaces
 that ends at a bridge, which has a namespace of its own. So nodes share nothing but the disk. All of it is gone when the
-processes are. Needs the right to create namespaces, as root has; `emulated_nodes` skips the test otherwise.
+processes are. Needs the right to create namespaces, as root has, and commands of util-linux and iproute2;
+`emulated_nodes` skips the test otherwise.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -130,6 +132,8 @@ class Node:
 @contextmanager
 def emulated_nodes(count: int) -> Iterator[list[Node]]:
     """Nodes that know each other by name: node-0, node-1, ..."""
+    if missing := [name for name in ("unshare", "nsenter", "hostname", "ip", "tc") if shutil.which(name) is None]:
+        pytest.skip(f"needs the commands of util-linux and iproute2, found no {', '.join(missing)}")
     addresses = {f"node-{i}": f"10.77.0.{i + 1}" for i in range(count)}
     bridge, nodes = Namespaces(BRIDGE), list[Node]()
     try:
