@@ -1,36 +1,27 @@
-"""The most and the least of numbers or of sympy expressions: formulas of prices are evaluated over either."""
+"""The most and the least of numbers or of sympy expressions: formulas of prices are evaluated over either. Loads no
+numpy and no sympy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-NUMBERS = frozenset((int, float, np.float64))
+NUMBERS = frozenset((int, float))
 
 
 def most(*values: Any) -> Any:
     """The largest."""
-    return max(values) if NUMBERS.issuperset(map(type, values)) else _extreme("Max", values)
+    return max(values) if _are_numbers(values) else _extreme("Max", values)
 
 
 def least(*values: Any) -> Any:
     """The smallest."""
-    return min(values) if NUMBERS.issuperset(map(type, values)) else _extreme("Min", values)
+    return min(values) if _are_numbers(values) else _extreme("Min", values)
 
 
-def most_of_each(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The larger of each two entries."""
-    if object in (a.dtype, b.dtype):
-        return np.array([most(*pair) for pair in zip(a, b, strict=True)], dtype=object)
-    found: np.ndarray = np.maximum(a, b)
-    return found
-
-
-def plain(value: Any) -> Any:
-    """A number of numpy as one of Python, which is faster; others as they are."""
-    return value.item() if isinstance(value, np.generic) else value
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Also those of numpy, after the quick answer for all others."""
+    return NUMBERS.issuperset(map(type, values)) or all(isinstance(value, (int, float)) for value in values)
 
 
 def _extreme(name: str, values: Sequence[Any]) -> Any:

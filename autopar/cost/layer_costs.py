@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_costs import is_context_attention, sent_by
-from autopar.cost.extremes import plain
 from autopar.cost.flops import (
     ATTENTION,
     PRODUCT,
@@ -168,6 +167,11 @@ def transfer_like(node: Node) -> bool:
 
 
 # --- a model -------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python, which is faster; others as they are."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclass(frozen=True)

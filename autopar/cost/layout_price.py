@@ -23,9 +23,9 @@ import numpy as np
 
 from autopar.cost.cluster import AxisLinks, Cluster, NodeGroup
 from autopar.cost.efficiency import Stack, stack_named
-from autopar.cost.extremes import least, most, most_of_each, plain
+from autopar.cost.extremes import least, most
 from autopar.cost.hardware import Device, Links
-from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
+from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work, plain
 from autopar.cost.layout import DATA_AXES, Layout, Placement, known_schedule
 from autopar.cost.topology import NamedLinks, Topologies
 from autopar.schedule.critical_path import CriticalPath, Part, by_part, order_of_few, steady_pipeline
@@ -306,7 +306,7 @@ class LayoutPricing:
         found = _Pass()
         count, padded, _, moved = work.of_products(rows)
         if len(count):
-            found.products = plain(count @ most_of_each(padded / device.products, moved / device.memory))
+            found.products = plain(count @ _most_of_each(padded / device.products, moved / device.memory))
         extra = 0.0
         count, causal, full, scores, backward = work.of_attention(rows)
         if len(count):
@@ -648,6 +648,14 @@ class LayoutPricing:
         if name == "interleaved":
             return least(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
         return least(m, _held_by(name)(p, m, v))
+
+
+def _most_of_each(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger of each two entries."""
+    if object in (a.dtype, b.dtype):
+        return np.array([most(*pair) for pair in zip(a, b, strict=True)], dtype=object)
+    found: np.ndarray = np.maximum(a, b)
+    return found
 
 
 def _is_none(amount: Any) -> bool:
