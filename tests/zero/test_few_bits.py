@@ -211,9 +211,17 @@ class Float8Linear(nn.Linear):
     __module__ = "torchao.float8.float8_linear"
 
 
-def test_a_model_that_torchao_has_converted_is_refused() -> None:
-    with pytest.raises(ValueError, match="found torchao's Float8Linear at 0; pass the model before its conversion"):
-        check_module(nn.Sequential(Float8Linear(16, 16)))
+class Float8BlockwiseLinear(nn.Linear):
+    """Likewise."""
+
+    __module__ = "torchao.prototype.blockwise_fp8_training.linear"
+
+
+@pytest.mark.parametrize("kind", [Float8Linear, Float8BlockwiseLinear])
+def test_a_model_that_torchao_has_converted_is_refused(kind: type[nn.Linear]) -> None:
+    says = f"found torchao's {kind.__name__} at 0; pass the model before its conversion"
+    with pytest.raises(ValueError, match=says):
+        check_module(nn.Sequential(kind(16, 16)))
 
 
 # --- the graph -------------------------------------------------------------------------------------------------
