@@ -62,7 +62,7 @@ def _as_chunked(plan: Plan, before: Plan) -> Plan:
 
 
 def regions_of(gm: GraphModule, plan: Plan) -> list[TileRegion]:
-    """The regions that may run in tiles. Heads are no part of them where chunks of the loss have them."""
+    """The regions that may run in tiles. Without heads, where the loss is computed in chunks."""
     part_of: dict[Node, int] = {}
     if plan.pipeline is not None:
         parts = main_parts(gm, plan.pipeline.split_points)

@@ -334,9 +334,9 @@ def is_backward_attention(node: Node) -> bool:
     return "backward" in _name(node)
 
 
-def busiest_flops(node: Node) -> float:
-    """FLOPs of attention on the rank that computes most."""
-    return flops(node) * (busiest_share(node) if is_context_attention(node) else 1.0)
+def busiest_flops(node: Node) -> int:
+    """FLOPs of attention on the rank that computes most, whole ones: equal calls are counted."""
+    return round(flops(node) * busiest_share(node)) if is_context_attention(node) else flops(node)
 
 
 def node_seconds(

@@ -93,7 +93,12 @@ def _attention(node: Node) -> tuple[float, ...]:
     backward = is_backward_attention(node)
     scores = float(math.prod(q[:-1]) * k[-2])
     widths = (3 * q[-1] + 2 * v[-1]) if backward else q[-1] + v[-1]
-    return busiest_flops(node), 2 * scores * widths * args.get("size", 1), scores * args.get("size", 1), float(backward)
+    return (
+        float(busiest_flops(node)),
+        2 * scores * widths * args.get("size", 1),
+        scores * args.get("size", 1),
+        float(backward),
+    )
 
 
 def _exchanges(node: Node, mesh: Mesh) -> list[tuple[Way, float, float]]:
@@ -308,7 +313,8 @@ def model_costs(
         found[0] += found[columns:].sum(axis=0)
         found = found[:columns]
         whole = np.round(found)
-        near: Floats = np.where(np.abs(found - whole) <= 1e-9 * np.maximum(1.0, np.abs(whole)), whole, found)
+        most = np.abs(found).max(axis=0)  # what is nothing beside the others of its kind is nothing
+        near: Floats = np.where(np.abs(found - whole) <= 1e-9 * np.maximum(1.0, most), whole, found)
         return near
 
     passes = [_works([s.works for s in samples], way, rows, solved) for way in range(3)]
