@@ -288,31 +288,31 @@ Gradients = dict[str, Tensor | None]
 
 
 def _products(model: nn.Module, batch: Mapping[str, Any], plan: Plan, mesh: Mesh) -> ScaledProducts | None:
-    """The products of one process in few bits, those that the plan scales; each microbatch has its own scales."""
+    """The products of one process in few bits, those that the plan scales; each microbatch and token slice has its own
+    scales."""
     weights, count = [name for name, why in plan.products.items() if not why], plan.options.microbatches
     if not weights:
         return None
     alike = plan.options.precision.scales_by_token
-    if plan.pipeline is not None and plan.pipeline.token_slices and not alike:
-        raise ValueError(
-            "verify: products in few bits scale each token slice by itself, which one process does not, found a "
-            "schedule with token slices; use another schedule, or scaling='row' or 'block' with "
-            "wide_weight_gradient=True"
-        )
-    rows: list[Tensor] = []
-    if count > 1 and not alike:
-        dims = {name: plan.batch_dims.get(name) for name in tensors_of(batch)}
-        if set(dims.values()) - {0, None}:
-            raise ValueError(
-                "verify: products in few bits scale each microbatch by itself, which needs the batch as the first dim "
-                f"of every input, found {dims}; compare with one microbatch"
-            )
-        examples = next(x.shape[0] for name, x in tensors_of(batch).items() if dims[name] == 0)
-        of_each = torch.arange(examples).view(mesh.data_size // mesh.size("ep"), count, -1)
-        rows = [x.reshape(-1) for x in of_each.unbind(1)]
+    slices = plan.pipeline.token_slices if plan.pipeline is not None and not alike else ()
+    rows = _examples_of_each(batch, plan, mesh) if slices or (count > 1 and not alike) else []
     how = plan.options.precision
     delayed = DelayedScales(weights, how.history, how.amax, how.margin) if how.scaling == "delayed" else None
-    return ScaledProducts(model, weights, how.scaling, how.wide_weight_gradient, rows, delayed)
+    return ScaledProducts(model, weights, how.scaling, how.wide_weight_gradient, rows, delayed, slices)
+
+
+def _examples_of_each(batch: Mapping[str, Any], plan: Plan, mesh: Mesh) -> list[Tensor]:
+    """The examples of each microbatch of all ranks. Raises ValueError for inputs with another batch dim than the first:
+    rows of products would not be those of one example after another."""
+    dims = {name: plan.batch_dims.get(name, None if plan.batch_dims else 0) for name in tensors_of(batch)}
+    if set(dims.values()) - {0, None}:
+        raise ValueError(
+            "verify: products in few bits scale microbatches and token slices apart, which needs the batch as the "
+            f"first dim of every input, found {dims}; compare with one microbatch"
+        )
+    examples = next(x.shape[0] for name, x in tensors_of(batch).items() if dims[name] == 0)
+    of_each = torch.arange(examples).view(mesh.data_size // mesh.size("ep"), plan.options.microbatches, -1)
+    return [x.reshape(-1) for x in of_each.unbind(1)]
 
 
 def _distance(products: ScaledProducts, few: tuple[float, Gradients], wide: tuple[float, Gradients]) -> str:

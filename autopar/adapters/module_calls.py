@@ -1,9 +1,10 @@
-"""Intercepts calls of one module by its ``_compiled_call_impl``, which torch calls first, without changing its
-class."""
+"""Intercepts calls of one module without changing its class: by its ``_compiled_call_impl``, which torch calls first,
+or by a forward of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -23,3 +24,15 @@ def refuse_calls(module: nn.Module, error: Callable[[], Exception]) -> None:
 def allow_calls(module: nn.Module) -> None:
     """Allow calls of the module again."""
     module.__dict__.pop(_WAY_IN, None)
+
+
+@contextmanager
+def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context manager: the module computes by ``forward``."""
+    own = {name: x for name, x in vars(module).items() if name == "forward"}
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        vars(module).update(own)

@@ -166,4 +166,16 @@ def _of_torchao(module: nn.Linear, weight: Any) -> QuantizedLinear:
     )
 
 
-_FORMATS = {("bitsandbytes", "Params4bit"): _of_bitsandbytes, ("torchao", "Int8Tensor"): _of_torchao}
+def _of_nf4(module: nn.Linear, weight: Any) -> QuantizedLinear:
+    scales = weight.dequantize_scalers(weight.quantized_scalers, weight.quantization_factor, weight.scaler_block_size)
+    return FourBitLinear(
+        weight.nf4, weight.quantized_data, scales, (module.out_features, module.in_features), weight.block_size,
+        weight.dtype, module.bias, None,
+    )  # fmt: skip
+
+
+_FORMATS = {
+    ("bitsandbytes", "Params4bit"): _of_bitsandbytes,
+    ("torchao", "Int8Tensor"): _of_torchao,
+    ("torchao", "NF4Tensor"): _of_nf4,
+}

@@ -17,6 +17,7 @@ from autopar.ac_policies import AUTO
 from autopar.compile.loss_chunks import Made
 from autopar.compile.trials import best_of
 from autopar.ir.graph import copy_graph
+from autopar.passes.stage.chunk_losses import heads
 from autopar.passes.stage.tile_regions import TileRegion, tile_regions
 from autopar.passes.stage.tile_tokens import tile_tokens
 from autopar.plan import Plan
@@ -61,12 +62,14 @@ def _as_chunked(plan: Plan, before: Plan) -> Plan:
 
 
 def regions_of(gm: GraphModule, plan: Plan) -> list[TileRegion]:
-    """The regions that may run in tiles."""
+    """The regions that may run in tiles. Without heads, where the loss is computed in chunks."""
     part_of: dict[Node, int] = {}
     if plan.pipeline is not None:
         parts = main_parts(gm, plan.pipeline.split_points)
         part_of = {n: k for k, nodes in enumerate(parts) for n in nodes}
-    return tile_regions(gm, part_of)
+    chunked = max(plan.loss_chunks, plan.options.loss_chunks) > 1 or plan.options.ac_policy == AUTO
+    apart = {n for head in heads(gm) for n in (head.product, *head.between)} if chunked else ()
+    return tile_regions(gm, part_of, apart)
 
 
 def _noted(plan: Plan, regions: Sequence[TileRegion], count: int) -> tuple[tuple[str, str], ...]:

@@ -334,6 +334,11 @@ def is_backward_attention(node: Node) -> bool:
     return "backward" in _name(node)
 
 
+def busiest_flops(node: Node) -> int:
+    """FLOPs of attention on the rank that computes most, whole ones: equal calls are counted."""
+    return round(flops(node) * busiest_share(node)) if is_context_attention(node) else flops(node)
+
+
 def node_seconds(
     node: Node, device: Device = DEFAULT, links: Links | None = None, requests: Requests | None = None
 ) -> float:
@@ -354,8 +359,7 @@ def node_seconds(
         return max(tiled_flops(node) / device.speed(dtype), memory)
     if kind == ATTENTION:
         speed = device.peak(dtype) * device.attention_share(is_backward_attention(node))
-        most = busiest_share(node) if is_context_attention(node) else 1.0
-        return max(flops(node) * most / speed, moved or 0.0)
+        return max(busiest_flops(node) / speed, moved or 0.0)
     if is_call(node, CACHED):
         return max(flops(node, requests) / (device.peak(dtype) * device.attention_share(False)), memory)
     return memory

@@ -23,6 +23,7 @@ from autopar.cost.attention_costs import is_context_attention, sent_by
 from autopar.cost.flops import (
     ATTENTION,
     PRODUCT,
+    busiest_flops,
     flops,
     is_backward_attention,
     is_lookup,
@@ -47,9 +48,9 @@ SCALARS = ("moved", "fused", "kernels", "fused_kernels")
 @dataclass(frozen=True)
 class RawWork:
     """What a graph does, in its order. products: (FLOPs in whole tiles, FLOPs, bytes) of each. attention: (FLOPs of
-    allowed pairs, FLOPs of all pairs, elements of the scores, whether it is of the backward). scalars: bytes that
-    element-wise operators move, the same if those between the same products are fused, kernels, and fused kernels.
-    sent: axis and kind -> (calls, bytes)."""
+    allowed pairs on the rank that has most, FLOPs of all pairs, elements of the scores, whether it is of the backward).
+    scalars: bytes that element-wise operators move, the same if those between the same products are fused, kernels, and
+    fused kernels. sent: axis and kind -> (calls, bytes)."""
 
     products: tuple[tuple[float, ...], ...]
     attention: tuple[tuple[float, ...], ...]
@@ -92,7 +93,12 @@ def _attention(node: Node) -> tuple[float, ...]:
     backward = is_backward_attention(node)
     scores = float(math.prod(q[:-1]) * k[-2])
     widths = (3 * q[-1] + 2 * v[-1]) if backward else q[-1] + v[-1]
-    return float(flops(node)), 2 * scores * widths * args.get("size", 1), scores * args.get("size", 1), float(backward)
+    return (
+        float(busiest_flops(node)),
+        2 * scores * widths * args.get("size", 1),
+        scores * args.get("size", 1),
+        float(backward),
+    )
 
 
 def _exchanges(node: Node, mesh: Mesh) -> list[tuple[Way, float, float]]:
@@ -307,7 +313,8 @@ def model_costs(
         found[0] += found[columns:].sum(axis=0)
         found = found[:columns]
         whole = np.round(found)
-        near: Floats = np.where(np.abs(found - whole) <= 1e-9 * np.maximum(1.0, np.abs(whole)), whole, found)
+        most = np.abs(found).max(axis=0)  # what is nothing beside the others of its kind is nothing
+        near: Floats = np.where(np.abs(found - whole) <= 1e-9 * np.maximum(1.0, most), whole, found)
         return near
 
     passes = [_works([s.works for s in samples], way, rows, solved) for way in range(3)]

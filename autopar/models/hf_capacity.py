@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.adapters.module_calls import forward_of
+
 
 @contextlib.contextmanager
 def capped_experts(model: nn.Module, capacity: float) -> Iterator[None]:
@@ -23,13 +25,10 @@ def capped_experts(model: nn.Module, capacity: float) -> Iterator[None]:
             f"capacity_factor: one process needs experts of transformers' registry, found none in "
             f"{type(model).__name__}; leave capacity_factor out"
         )
-    for experts in found:
-        object.__setattr__(experts, "forward", _capped(experts, experts.forward, capacity))
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for experts in found:
-            object.__delattr__(experts, "forward")
+            stack.enter_context(forward_of(experts, _capped(experts, experts.forward, capacity)))
+        yield
 
 
 def _capped(experts: Any, forward: Any, capacity: float) -> Any:

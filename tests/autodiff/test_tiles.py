@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,7 +24,8 @@ from autopar.passes.stage.tile_tokens import tile_tokens
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
 from autopar.steps.graphs import Compiled, Pipeline
-from autopar.testing.harness import MeshRun
+from autopar.testing.harness import MeshRun, check_model
+from autopar.testing.reference import LIMIT
 from tests.support.cases import Cell, called, check, compile_cell, simulated
 from tests.support.subjects import SEED, tiny
 
@@ -104,6 +106,32 @@ def test_what_stands_beside_a_region(habit: str) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-14)
     for name, (gradient,) in gradients[0].items():
         torch.testing.assert_close(gradients[1][name][0], gradient, rtol=1e-12, atol=1e-14, msg=name)
+
+
+class Plain(nn.Module):
+    """An MLP and a head with nothing around them that a module or an operator keeps apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down, self.head = (
+            nn.Embedding(16, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 16),
+        )  # fmt: skip
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        logits = self.head(x + self.down(self.up(x).relu()))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_head_is_of_the_chunks_of_its_loss() -> None:
+    torch.manual_seed(0)
+    model, ids = Plain().double(), torch.randint(0, 16, (4, 12))
+    batch = {"ids": ids, "labels": ids.flip(1)}
+    made = compile_model(model, batch, Mesh.of(), Options(), outputs=())
+    for chunks, products in ((1, 3), (4, 2)):
+        (region,) = regions_of(made.local, dataclasses.replace(made.plan, options=Options(loss_chunks=chunks)))
+        assert sum(n.target in PRODUCTS for n in region.calls) == products
+    assert check_model(model, batch, Mesh.of(dp=2), Options(tiles=3, loss_chunks=4, zero=3)).worst < LIMIT
 
 
 def _step(habit: str, count: int) -> tuple[list[float], dict[str, list[Tensor]]]:

@@ -256,6 +256,44 @@ def test_int8_weights_of_torchao() -> None:
     assert "use Int8WeightOnlyConfig()" in refusal(with_plain_weights, of_weight(weight))
 
 
+class NF4Tensor(nn.Parameter):
+    """As in torchao: scales of blocks are int8, times those of blocks of scales, beside their mean."""
+
+    __module__ = "torchao.quantization"
+
+    def dequantize_scalers(self, codes: Tensor, factor: Tensor, block: int) -> Tensor:
+        return codes / factor.repeat_interleave(block) + self.scaler_mean  # type: ignore[attr-defined]
+
+
+def test_nf4_weights_of_torchao() -> None:
+    torch.manual_seed(0)
+    weight, count = NF4Tensor(torch.zeros(INNER, HIDDEN), requires_grad=False), INNER * HIDDEN // BLOCK
+    packed = torch.randint(0, 256, (INNER * HIDDEN // 2,), dtype=torch.uint8)
+    scales, factor = torch.randint(-128, 128, (count,), dtype=torch.int8), torch.rand(count // 4) * 100 + 100
+    vars(weight).update(
+        quantized_data=packed, quantized_scalers=scales, quantization_factor=factor, scaler_block_size=4, nf4=TABLE,
+        block_size=BLOCK, scaler_mean=torch.tensor(2.0),
+    )  # fmt: skip
+    (linear,) = with_plain_weights(of_weight(weight))
+    pairs = torch.stack([packed >> 4, packed & 15], 1).flatten().long()
+    expected = TABLE[pairs] * weight.dequantize_scalers(scales, factor, 4).repeat_interleave(BLOCK)
+    torch.testing.assert_close(linear.dequantized(), expected.view(INNER, HIDDEN))
+
+
+class Float8Tensor(nn.Parameter):
+    """As in torchao."""
+
+    __module__ = "torchao.quantization"
+
+
+def test_other_formats_of_a_library_are_refused_with_its_way_out() -> None:
+    said = refusal(check_module, of_weight(Float8Tensor(torch.zeros(INNER, HIDDEN))))
+    assert "found parameter 0.weight, a Float8Tensor" in said and "pass the model before its conversion" in said
+    model = nn.Sequential(Embedding4bit(4, 4))
+    model[0].weight = Linear4bit(HIDDEN, INNER).weight
+    assert "only linear layers keep frozen weights of bitsandbytes" in refusal(check_module, model)
+
+
 def test_refused() -> None:
     assert "use 4 bits" in refusal(with_plain_weights, of_weight(Int8Params(torch.zeros(2, 2))))
     model = Adapted()

@@ -17,7 +17,7 @@ import autopar
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.full
-FORMATS = ("nf4", "fp4", "nf4 nested", "int8")
+FORMATS = ("nf4", "fp4", "nf4 nested", "int8", "nf4 of torchao")
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2}, {"zero": 3}), ({"tp": 2}, {}), ({"tp": 2, "dp": 2}, {"zero": 3}), ({"pp": 2}, {"microbatches": 2}),
 ]  # fmt: skip
@@ -32,6 +32,12 @@ def base(kind: str) -> nn.Module:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         quantize_(model, Int8WeightOnlyConfig(), lambda m, name: isinstance(m, nn.Linear) and name != "lm_head")
+        return model
+    if kind == "nf4 of torchao":
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        for linear in (m for m in model.model.modules() if isinstance(m, nn.Linear)):
+            linear.weight = nn.Parameter(to_nf4(linear.weight.detach(), 64, 16), requires_grad=False)
         return model
     import bitsandbytes as bnb
 

@@ -19,6 +19,7 @@ from autopar.compile.model import compile_model
 from autopar.cost.attention_costs import busiest_share, is_context_attention
 from autopar.cost.flops import flops, node_seconds, pairs
 from autopar.cost.hardware import DEFAULT
+from autopar.cost.layer_costs import graph_work
 from autopar.cost.traffic import graph_runs, step_communication
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
@@ -122,14 +123,16 @@ def test_a_plan_counts_them(mesh: Mesh) -> None:
 def test_attention_takes_the_time_of_the_busiest_rank() -> None:
     """Of 192, 32 and 32 tokens the second rank has the longest rows, 10,272 pairs, and the last two together, 2,080."""
     how = {"attention": "ring", "cp_load_balance": "contiguous", "documents": (192, 32, 32)}
-    nodes = [n for gm, _ in graph_runs(compiled(Mesh.of(cp=2), tokens=256, **how)).values() for n in gm.graph.nodes]
-    found = [n for n in nodes if is_context_attention(n)]
+    graphs = [gm for gm, _ in graph_runs(compiled(Mesh.of(cp=2), tokens=256, **how)).values()]
+    found = [n for gm in graphs for n in gm.graph.nodes if is_context_attention(n)]
     assert len(found) >= 4
     for node in found:
         backward = "backward" in str(node.target)
         assert busiest_share(node) == pytest.approx((10_272 + 2_080) / ((18_528 + 2 * 528) / 2))
         speed = DEFAULT.peak(torch.float32) * DEFAULT.attention_share(backward)
         assert node_seconds(node) == pytest.approx(flops(node) * busiest_share(node) / speed)
+    priced = sorted(one[0] for gm in graphs for one in graph_work(gm, Mesh.of(cp=2)).attention)
+    assert priced == pytest.approx(sorted(flops(n) * busiest_share(n) for n in found)), "of plan --auto"
 
 
 def test_rings_send_nothing_between_documents() -> None:

@@ -211,9 +211,17 @@ class Float8Linear(nn.Linear):
     __module__ = "torchao.float8.float8_linear"
 
 
-def test_a_model_that_torchao_has_converted_is_refused() -> None:
-    with pytest.raises(ValueError, match="found torchao's Float8Linear at 0; pass the model before its conversion"):
-        check_module(nn.Sequential(Float8Linear(16, 16)))
+class Float8BlockwiseLinear(nn.Linear):
+    """Likewise."""
+
+    __module__ = "torchao.prototype.blockwise_fp8_training.linear"
+
+
+@pytest.mark.parametrize("kind", [Float8Linear, Float8BlockwiseLinear])
+def test_a_model_that_torchao_has_converted_is_refused(kind: type[nn.Linear]) -> None:
+    says = f"found torchao's {kind.__name__} at 0; pass the model before its conversion"
+    with pytest.raises(ValueError, match=says):
+        check_module(nn.Sequential(kind(16, 16)))
 
 
 # --- the graph -------------------------------------------------------------------------------------------------
@@ -376,6 +384,7 @@ RUNS: list[tuple[dict[str, int], dict[str, Any], Precision]] = [
     ({"cp": 2}, {}, BY_ROW),
     ({"pp": 2}, {"schedule": "zb_h1", "microbatches": 2}, EXACT),
     ({"pp": 2}, {"schedule": "tera_pipe", "microbatches": 2}, BY_TOKEN),
+    ({"pp": 2}, {"schedule": "tera_pipe", "token_slices": (10, 6)}, EXACT),
     ({"dp": 2}, {"zero": 3}, GATHERED),
     ({"tp": 2}, {"sequence_parallel": True}, GATHERED),
 ]
@@ -396,17 +405,6 @@ def verified() -> list[tuple[bool, float, str]]:
         report = autopar.verify(model, mesh, batch, precision=policy, **options)
         found.append((report.passed, report.entries[0].ratio, report.wide))
     return found
-
-
-def test_ranks_that_slice_tokens_are_not_compared_by_scales_of_whole_tensors() -> None:
-    assert "scale each token slice by itself" in run_ranks(2, sliced, timeout=60)[0]
-
-
-def sliced() -> str:
-    model, batch = make("llama")
-    mesh = autopar.init_mesh("cpu", 60.0, pp=2)
-    how: dict[str, Any] = {"precision": EXACT, "schedule": "tera_pipe", "microbatches": 2}
-    return refusal(lambda: autopar.verify(model, mesh, batch, **how))
 
 
 # --- training --------------------------------------------------------------------------------------------------

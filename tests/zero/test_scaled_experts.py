@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar.adapters.dispatch import DispatchMode
@@ -165,28 +165,57 @@ def test_loss_and_gradients_equal_one_process(
 
 RUNS: list[tuple[str, dict[str, int], dict[str, Any], Precision]] = [
     ("mixtral", {"ep": 2}, {"zero": 3}, EXACT),
-    ("mixtral", {"pp": 2}, {"schedule": "zb_h1", "microbatches": 2}, BY_TOKEN),
+    ("mixtral", {"pp": 2}, {"schedule": "zb_h1", "microbatches": 2}, EXACT),
+    ("gpt_oss", {"ep": 2}, {"microbatches": 2, "zero": 2}, BY_ROW),
     ("qwen3_moe", {"tp": 2}, {"sequence_parallel": True}, BY_ROW),
 ]
 
 
 def test_real_ranks_equal_one_process() -> None:
-    found, refused = run_ranks(2, verified, timeout=200)[0]
-    for (passed, ratio, text), case in zip(found, RUNS, strict=True):
+    for (passed, ratio, text), case in zip(run_ranks(2, verified, timeout=200)[0], RUNS, strict=True):
         assert passed and ratio < 1, (case, text)
         assert "weights are in few bits" in text
-    assert "gradients of experts are scaled by the tokens of a microbatch" in refused
 
 
-def verified() -> tuple[list[tuple[bool, float, str]], str]:
+def verified() -> list[tuple[bool, float, str]]:
     found = []
     for name, sizes, options, policy in RUNS:
         model, batch = make(name)
         report = autopar.verify(model, autopar.init_mesh("cpu", 60.0, **sizes), batch, precision=policy, **options)
         found.append((report.passed, report.entries[0].ratio, report.wide))
-    model, batch = make("mixtral")
-    mesh = autopar.init_mesh("cpu", 60.0, ep=2)
-    return found, refusal(lambda: autopar.verify(model, mesh, batch, precision=EXACT, microbatches=2))
+    return found
+
+
+class Experts(nn.Module):
+    """Of one product; ``whole``: returns its sum, too."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.weight, self.whole = nn.Parameter(torch.randn(2, INNER, INNER)), whole
+
+    def forward(self, x: Tensor) -> Any:
+        chosen = torch.where(x[:, 0] > 0)[0]
+        y = torch.zeros_like(x).index_add(0, chosen, nn.functional.linear(x[chosen], self.weight[0]))
+        return (y, y.sum()) if self.whole else y
+
+
+def test_each_microbatch_scales_its_rows_of_an_expert() -> None:
+    torch.manual_seed(0)
+    model, rows = Experts(False).double(), [torch.arange(0, 8, 2), torch.arange(1, 8, 2)]
+    x = torch.randn(8, INNER).double() * torch.tensor([1, 1e4]).repeat(4)[:, None]
+
+    def gradient(parts: list[Tensor], microbatches: list[Tensor]) -> Tensor:
+        with ScaledProducts(model, ["weight"], "tensor", microbatches=microbatches):
+            (found,) = torch.autograd.grad(torch.stack([model(part).sum() for part in parts]).sum(), model.weight)
+        return found
+
+    found = gradient([x], rows)
+    torch.testing.assert_close(found, gradient([x[own] for own in rows], []), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found, gradient([x], []), rtol=1e-9), "the scales differ"
+    assert "forward" not in vars(model)
+    with ScaledProducts(both := Experts(True), ["weight"], "tensor", microbatches=rows):
+        assert "found those of Experts; compare with one microbatch" in refusal(both, x.float())
+        assert "no rows of each of 8 examples" in refusal(both, x[:7].float())
 
 
 def test_the_loss_is_within_a_percent_of_that_in_bfloat16() -> None:

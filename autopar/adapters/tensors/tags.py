@@ -39,16 +39,26 @@ def tags_of(x: Tensor) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if name not in _inner() and name not in declared}
 
 
+OF_LIBRARIES = {
+    "torchao": (
+        'pass the model before its conversion and precision="fp8", "fp8_row" or "mxfp8", or freeze linear layers of '
+        "Int8WeightOnlyConfig() or to_nf4"
+    ),
+    "bitsandbytes": "only linear layers keep frozen weights of bitsandbytes in 4 bits: leave others in full precision",
+}  # library -> what to do about its tensors
+
+
 def check_tags(model: nn.Module) -> None:
     """Raises ValueError for parameters and buffers of a custom class, whose behaviour shards would not have, and for
     tags with names that DTensor or fake tensors use."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in named:
             if type(x) not in KINDS:
+                of = OF_LIBRARIES.get(type(x).__module__.partition(".")[0], "")
                 raise ValueError(
                     f"parallelize: needs plain parameters and buffers, found {kind} {name}, a {type(x).__qualname__}; "
-                    f"on a mesh it becomes a DTensor and loses the behaviour of this class; make it "
-                    f"{_plain_kind(kind)} (attributes that are set on it are kept)"
+                    f"on a mesh it becomes a DTensor and loses the behaviour of this class; "
+                    f"{of or f'make it {_plain_kind(kind)} (attributes that are set on it are kept)'}"
                 )
             for tag in x.__dict__:
                 taken = tag in _inner() - {"_is_param"} or hasattr(DTensor, tag)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,9 +82,12 @@ class TileRegion:
         return sum(map(nbytes, (*self.given, *self.made)))
 
 
-def tile_regions(gm: GraphModule, part_of: Mapping[Node, int] | None = None) -> list[TileRegion]:
-    """The regions worth tiles, in order. ``part_of``: the pipeline stage of each node; none has nodes of several."""
-    return _Tokens(gm, part_of or {}).regions()
+def tile_regions(
+    gm: GraphModule, part_of: Mapping[Node, int] | None = None, apart: Collection[Node] = ()
+) -> list[TileRegion]:
+    """The regions worth tiles, in order. ``part_of``: the pipeline stage of each node; none has nodes of several.
+    ``apart``: calls that no region has."""
+    return _Tokens(gm, part_of or {}, apart).regions()
 
 
 def _shares(node: Node) -> bool:
@@ -94,11 +97,11 @@ def _shares(node: Node) -> bool:
 class _Tokens:
     """The values of a graph that have a dim of tokens, and the calls that treat each token alike."""
 
-    def __init__(self, gm: GraphModule, part_of: Mapping[Node, int]) -> None:
+    def __init__(self, gm: GraphModule, part_of: Mapping[Node, int], apart: Collection[Node]) -> None:
         self.gm, self.part_of = gm, part_of
         self.rules: dict[Node, Rule | None] = {}
         self.dims: dict[Node, int] = {}
-        self.apart = inside_of(gm.graph)
+        self.apart = {*inside_of(gm.graph), *apart}
         self.counts: set[Node] = set()  # values that are an addend of each tile: rows of each expert
         parameters = names_of_parameters(gm)
         self.weights = {n for n in gm.graph.nodes if n.op == "placeholder" and n.name in parameters}

@@ -28,6 +28,17 @@ WRAPPERS: dict[type[nn.Module], str] = {
     nn.parallel.DistributedDataParallel: ".module, before it is wrapped",
     nn.DataParallel: ".module",
 }
+FEW_BITS_OF_TORCHAO = tuple(  # whose layers compute products in few bits
+    f"torchao.{room}"
+    for room in (
+        "float8",
+        "prototype.blockwise_fp8_training",
+        "prototype.float8nocompile",
+        "prototype.moe_training",
+        "prototype.mx_formats",
+        "prototype.quantized_training",
+    )
+)
 
 CHECKS = (FINITE, REPLAY)  # of `parallelize`
 
@@ -53,10 +64,11 @@ def check_module(model: Any) -> None:
                 f"parallelize: needs Python modules, found a ScriptModule{at}, which torch.export can't trace; pass "
                 "the module before torch.jit.script"
             )
-        if type(module).__module__.startswith(("torchao.float8", "torchao.prototype.mx_formats")):
+        if type(module).__module__.startswith(FEW_BITS_OF_TORCHAO):
             raise ValueError(
                 f"parallelize: needs the model's own layers, found torchao's {type(module).__name__}{at}; pass the "
-                'model before its conversion, and precision="fp8" (tensorwise), "fp8_row" (rowwise) or "mxfp8"'
+                'model before its conversion, and precision="fp8" (tensorwise), "fp8_row" (rowwise), the same with '
+                'wide_weight_gradient=True (rowwise_with_gw_hp) or "mxfp8"'
             )
         for wrapper, inside in WRAPPERS.items():
             if isinstance(module, wrapper):
