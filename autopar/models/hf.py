@@ -314,7 +314,7 @@ def _configure(config: Any, registered: bool) -> None:
 def exact_experts(model: nn.Module) -> Iterator[None]:
     """Context manager: the user's model runs its experts one by one, as plain products, for an exact reference run:
     transformers' default kernel does not support float64."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {id(c): c for m in model.modules() if (c := _config(m)) is not None}
     before = {key: getattr(c, "_experts_implementation_internal", None) for key, c in configs.items()}
     for config in configs.values():
         config._experts_implementation_internal = "eager"
