@@ -24,6 +24,12 @@ def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
 PYRAMID = {"out_features": ["stage2", "stage3", "stage4"]}
 SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "feature_size": 5}
 MORE: dict[str, dict[str, Any]] = {
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "XLNetLMHeadModel": {"d_head": 8, "n_head": 4, "d_model": 32},
+    "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 50, **{f"IMGIMG{c}Z": 51 + i for i, c in enumerate("ABCDEFGH")}}, "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 8}},
+    "DepthProForDepthEstimation": {"patch_size": 32, "scaled_images_ratios": [0.5, 1], "scaled_images_overlap_ratios": [0.0, 0.25], "scaled_images_feature_dims": [32, 32], "intermediate_hook_ids": [1, 0], "intermediate_feature_dims": [32, 32], "image_model_config": {"image_size": 32, "patch_size": 8}, "patch_model_config": {"image_size": 32, "patch_size": 8}, "fov_model_config": {"image_size": 32, "patch_size": 8}},
+    "KimiLinearForCausalLM": {"num_experts": 4, "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "Siglip2ForImageClassification": {"vision_config": {"vision_use_head": True}},
     "AlignModel": {"vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 80}},
     "EfficientNetForImageClassification": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
     "AutoformerForPrediction": {**SERIES, "label_length": 4, "moving_average": 5},
@@ -36,7 +42,6 @@ MORE: dict[str, dict[str, Any]] = {
     "CsmForConditionalGeneration": {"codec_config": {"upsample_groups": 32}},
     "PocketTTSAudioTokenizerModel": {"upsample_groups": 32},
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 50, "<|extra_200|>": 51, **{f"<|visual token {i:06d}|>": i for i in range(8)}}},
-    "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 50, **{f"IMGIMG{c}Z": 51 + i for i, c in enumerate("ABCDEFGH")}}},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 8}},
     "Dots3NoteForConditionalGeneration": {"audio_config": {"adapter_in_dim": 32}},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -70,11 +75,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Gemma4ForConditionalGeneration": {"text_config": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}},
     "NeoMMEForMaskedLM": {"text_config": {"head_dim": 16}, "head_dim": 16},
     "Granite4VisionForConditionalGeneration": {"deepstack_layer_map": [[-1, 0]]},
-    "DepthProForDepthEstimation": {"image_model_config": {"image_size": 32}, "patch_model_config": {"image_size": 32}, "fov_model_config": {"image_size": 32}, "patch_size": 32},
     "Kolibri1ForCausalLM": {},
-    "KimiLinearForCausalLM": {"layer_types": ["linear_attention", "full_attention"]},
-    "Pop2PianoForConditionalGeneration": {"decoder_start_token_id": 0},
-    "LongT5ForConditionalGeneration": {"decoder_start_token_id": 0},
     "MusicgenForConditionalGeneration": {"decoder": {"decoder_start_token_id": 0, "pad_token_id": 0}},
     "MusicgenMelodyForConditionalGeneration": {"decoder": {"decoder_start_token_id": 0, "pad_token_id": 0}},
     "SwinForImageClassification": {"window_size": 2, "image_size": 64},
@@ -104,6 +105,9 @@ ALSO: dict[str, Any] = {
     "InstructBlipVideoForConditionalGeneration": lambda model, b: {"pixel_values": _draw(4, 2, *b["pixel_values"].shape[1:])},
     "MoonshineForConditionalGeneration": lambda model, b: {"input_values": _draw(4, 8000)},
     "SplinterForPreTraining": lambda model, b: {"question_positions": torch.arange(8).reshape(4, 2), "start_positions": torch.arange(8).reshape(4, 2) % 7, "end_positions": torch.arange(8).reshape(4, 2) % 5},
+    "SuperGlueForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 1, 32, 32)},
+    "IdeficsForVisionText2Text": lambda model, b: {"pixel_values": b["pixel_values"][:, None], "attention_mask": torch.ones_like(b["input_ids"]), "image_attention_mask": torch.ones(4, b["input_ids"].shape[1], 1, dtype=torch.int64)},
+    "XCLIPModel": lambda model, b: {"pixel_values": _draw(4, 8, *b["pixel_values"].shape[1:])},
     "LightGlueForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 3, 32, 32)},
     "EfficientLoFTRForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 3, 64, 64)},
     "FastSpeech2ConformerModel": lambda model, b: {"spectrogram_labels": _draw(4, 16, model.config.num_mel_bins), "duration_labels": torch.full((4, 8), 2), "pitch_labels": _draw(4, 8, 1), "energy_labels": _draw(4, 8, 1)},
@@ -122,3 +126,4 @@ CLASS = {
     "gemma3n": "Gemma3nForCausalLM",
     "perceiver": "PerceiverForMaskedLM",
 }
+LEFT_OUT: dict[str, str] = {}

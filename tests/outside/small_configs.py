@@ -93,6 +93,8 @@ def _made(base: Any, sizes: dict[str, int], more: Sizes, ids: Iterator[int]) -> 
     given = {n: v for n, v in more.items() if not isinstance(chosen.get(n), PreTrainedConfig)}
     made = type(base)(**{n: v for n, v in {**chosen, **given}.items() if n not in _NOT_GIVEN})
     _fit_rotary(made)
+    if getattr(made, "is_encoder_decoder", False) and getattr(made, "decoder_start_token_id", None) is None:
+        made.decoder_start_token_id = 1
     return made
 
 
