@@ -126,4 +126,22 @@ CLASS = {
     "gemma3n": "Gemma3nForCausalLM",
     "perceiver": "PerceiverForMaskedLM",
 }
-LEFT_OUT: dict[str, str] = {}
+# Families without a small model here, and why.
+_TIMM, _INPUTS = "needs timm", "its inputs are not derived from its signature"
+_SIZES = "its sizes depend on one another in ways that names do not tell"
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(("edgetam", "fast_vlm", "omdet_turbo", "pe_audio_video", "pe_video", "perception_lm", "timm_backbone",
+                     "timm_wrapper"), _TIMM),
+    "dinat": "needs natten",
+    "layoutlmv2": "needs detectron2",
+    **dict.fromkeys(("blip_2", "instructblip", "instructblipvideo", "jev", "kimi_k25", "molmo2", "muse_glimmer_assistant",
+                     "musicgen", "musicgen_melody", "neucodec", "perceiver", "pi0", "rag", "sam3_tracker_video",
+                     "sam3_video", "seggpt", "speech_encoder_decoder", "timesfm2_5", "xcodec2", "clvp", "csm",
+                     "kyutai_speech_to_text", "encoder_decoder", "vision_encoder_decoder"), _INPUTS),
+    **dict.fromkeys(("blt", "clap", "d_fine", "deepseek_ocr2", "deimv2", "dots3_note", "edgetam_video", "emu3",
+                     "esmfold2", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "granite4_vision",
+                     "align", "mistral_large4", "muse_spark", "neomme", "rt_detr", "rt_detr_v2", "sam2", "sam2_video",
+                     "sam3_tracker", "sam_hq", "sapiens2", "vibevoice", "vibevoice_asr", "vitmatte",
+                     "vision_text_dual_encoder", "efficientloftr", "pp_ocrv5_server_det", "pp_ocrv6_medium_det",
+                     "pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"), _SIZES),
+}  # fmt: skip
