@@ -46,14 +46,56 @@ EXACT = "exact"
 MOST = 20e6  # parameters: what is larger was not made small
 # Families of docs/models.md.
 ELSEWHERE = set(
-    """
-blip clip cohere2_vision colpali colqwen2 cosmos3_edge cosmos3_omni decision_transformer detr ernie4_5_vl_moe
-exaone4_5 fuyu git hunyuan_vl idefics2 idefics3 internvl kosmos2 led lfm2_vl lfm3_vl llava llava_next
-llava_onevision longformer mask2former minicpmv4_6 minimax_m3_vl mllama modernvbert nllb_moe ovis2
-paddleocr_vl paligemma patchtst qwen2_5_omni qwen2_vl qwen3_vl qwen3_vl_moe qwen4_exp sam siglip smolvlm
-speecht5 switch_transformers ultravbert videomae
-""".split()
-)  # noqa: SIM905
+    [
+        "blip",
+        "clip",
+        "cohere2_vision",
+        "colpali",
+        "colqwen2",
+        "cosmos3_edge",
+        "cosmos3_omni",
+        "decision_transformer",
+        "detr",
+        "ernie4_5_vl_moe",
+        "exaone4_5",
+        "fuyu",
+        "git",
+        "hunyuan_vl",
+        "idefics2",
+        "idefics3",
+        "internvl",
+        "kosmos2",
+        "led",
+        "lfm2_vl",
+        "lfm3_vl",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "longformer",
+        "mask2former",
+        "minicpmv4_6",
+        "minimax_m3_vl",
+        "mllama",
+        "modernvbert",
+        "nllb_moe",
+        "ovis2",
+        "paddleocr_vl",
+        "paligemma",
+        "patchtst",
+        "qwen2_5_omni",
+        "qwen2_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen4_exp",
+        "sam",
+        "siglip",
+        "smolvlm",
+        "speecht5",
+        "switch_transformers",
+        "ultravbert",
+        "videomae",
+    ]
+)
 # The first class whose name ends so; else the last one of the family.
 _HEADS = (
     "ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForImageClassification",
@@ -94,7 +136,9 @@ def _class_of(folder: str) -> str:
         name for path in sorted((Path(transformers.__file__).parent / "models" / folder).glob("modeling_*.py"))
         for name in re.findall(r"^class (\w+)\(", path.read_text(encoding="utf-8"), re.M)
     ]  # fmt: skip
-    kinds = [name for name in names if _is_model(getattr(transformers, name, None)) and not name.endswith("PreTrainedModel")]
+    kinds = [
+        name for name in names if _is_model(getattr(transformers, name, None)) and not name.endswith("PreTrainedModel")
+    ]
     for head in _HEADS:
         if found := [name for name in kinds if name.endswith(head)]:
             return found[0]

@@ -1,4 +1,4 @@
-"""Batches for models of transformers, by what their forward takes: the example batches of `parallelize`, with values."""
+"""Batches for models of transformers by what their forward takes: the example batches of `parallelize` with values."""
 
 from __future__ import annotations
 

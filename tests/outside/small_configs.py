@@ -1,8 +1,8 @@
 """A config of transformers made small by the names of its sizes, nested configs too.
 
-    small(transformers.BertConfig)       two layers, width 32, 64 words
-    shallow(transformers.BertConfig)     two layers, 64 words, and every other size as it was: where sizes depend on
-                                         one another in ways that names do not tell
+small(transformers.BertConfig)       two layers, width 32, 64 words
+shallow(transformers.BertConfig)     two layers, 64 words, and every other size as it was: where sizes depend on
+                                     one another in ways that names do not tell
 """
 
 from __future__ import annotations
@@ -104,7 +104,11 @@ def _size(base: Any, name: str, value: Any, sizes: dict[str, int], counts: set[i
         return 0.0
     if name == "apply_spec_augment":
         return False
-    if _WIDTHS in sizes and re.fullmatch(_WIDTHS, name) and not re.search(r"vocab|patch|window|image|kernel|position", name):
+    if (
+        _WIDTHS in sizes
+        and re.fullmatch(_WIDTHS, name)
+        and not re.search(r"vocab|patch|window|image|kernel|position", name)
+    ):
         of = value if isinstance(value, (list, tuple)) else [value]
         if of and all(type(x) is int for x in of):
             found = [max(4, x // _SCALE) if x >= _LEAST else x for x in of]

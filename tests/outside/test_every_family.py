@@ -15,7 +15,9 @@ REFUSED = {family for family, line in ROWS.items() if line.count(f"| {EXACT} ") 
 
 def test_the_page_is_of_families_and_nothing_is_wrong() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert ROWS.keys() <= families().keys() and not ROWS.keys() & LEFT_OUT.keys() and LEFT_OUT.keys() <= families().keys()
+    assert (
+        ROWS.keys() <= families().keys() and not ROWS.keys() & LEFT_OUT.keys() and LEFT_OUT.keys() <= families().keys()
+    )
     assert "wrong" not in page.partition("| family |")[2] and text(ROWS) == page
     assert len(REFUSED) <= len(ROWS) / 10
 

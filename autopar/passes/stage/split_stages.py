@@ -174,7 +174,9 @@ class _Cutter:
             for source, target in zip([home, *users], users, strict=False):
                 val = node.meta["val"]
                 assert isinstance(val, torch.Tensor), f"split_stages: the tuple {node.name} crosses a stage boundary"
-                edges.append(P2PEdge(node.name, source, target, self._comes_back(node, target), (tuple(val.shape),), val.dtype))
+                edges.append(
+                    P2PEdge(node.name, source, target, self._comes_back(node, target), (tuple(val.shape),), val.dtype)
+                )
                 received[target].append(node)
             if users:
                 sent[home].append(node)
