@@ -15,7 +15,7 @@ from autopar.auto.explanation import Explanation
 from autopar.cost.cluster import Cluster
 from autopar.cost.layer_costs import ModelCosts
 from autopar.cost.layout import Layout
-from autopar.cost.symbolic_price import can_be_symbolic, symbolic_price
+from autopar.cost.symbolic_price import kinds_of_work, symbolic_price
 
 STEADY = ("1f1b", "interleaved")  # schedules that take as long for each further microbatch, from the first one on
 TIMES = tuple(Fraction(x) for x in ("1/8", "1/4", "1/2", "1", "2", "4", "8"))  # GPUs, of those of the choice
@@ -26,7 +26,7 @@ def sliders(explanation: Explanation, model_of: Callable[[int], CostedModel]) ->
     """Ranges and functions of a page; {} for a choice that has no expressions. model_of: the model, for a sequence."""
     layout, pricing = explanation.choice.layout, explanation.pricing
     seq = explanation.found.question.seq
-    if pricing.what_if.get("topology") or not can_be_symbolic(layout, pricing.cluster):
+    if pricing.what_if.get("topology") or not pricing.cluster.is_uniform:
         return {}
     costs = _costs(pricing.model, layout, seq, model_of)
     if not costs:
@@ -62,11 +62,6 @@ def _costs(
                     found[length] = model_of(length).costs(layout.placement, layout.micro_batch)
         except ValueError:
             continue
-        if len(found) == len(lengths) and len({_shape(costs) for costs in found.values()}) == 1:
+        if len(found) == len(lengths) and len(set(map(kinds_of_work, found.values()))) == 1:
             return found
     return {}
-
-
-def _shape(costs: ModelCosts) -> object:
-    works = [work for c in (*costs.layers, costs.rest) for work in (c.forward, c.backward, c.again)]
-    return tuple((w.products[:, 0].tobytes(), w.attention[:, 0].tobytes(), tuple(w.sent)) for w in works)

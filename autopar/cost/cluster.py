@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.chips import CHIPS, Chip
+from autopar.cost.extremes import least, most
 from autopar.cost.topology import Topology
 from autopar.spelling import did_you_mean
 from autopar.values import byte_rate, parse, whole_number
@@ -75,7 +76,7 @@ class AxisLinks:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that each rank of a ring over the axis sends."""
-        return self.near if self.nodes == 1 else min(self.near, self.far * self.cards)
+        return self.near if self.nodes == 1 else least(self.near, self.far * self.cards)
 
     def scaled(self, near: float, far: float, start: float = START) -> AxisLinks:
         """With the shares of both speeds that a stack reaches, and its start of a collective."""
@@ -88,10 +89,10 @@ class AxisLinks:
             return 0.0
         if kind.startswith("all_to_all"):
             away = self.inside * (self.nodes - 1) / (self.size - 1)
-            moved = max(sent * (1 - away) / self.near, sent * away / self.far)
+            moved = most(sent * (1 - away) / self.near, sent * away / self.far)
             return moved + calls * (self.start + (HOP_ACROSS if self.nodes > 1 else HOP_INSIDE))
         if kind not in _ROUNDS:  # to a neighbour, the slowest of which counts
-            return sent / (self.near if self.nodes == 1 else min(self.near, self.far)) + calls * self._hop
+            return sent / (self.near if self.nodes == 1 else least(self.near, self.far)) + calls * self._hop
         return sent / self.bandwidth + calls * (self.start + self._delay(kind))
 
     @property

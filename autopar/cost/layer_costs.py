@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +169,11 @@ def transfer_like(node: Node) -> bool:
 # --- a model -------------------------------------------------------------------------------------------------
 
 
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python, which is faster; others as they are."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 @dataclass(frozen=True)
 class Work:
     """What one layer does in one pass, for any number of rows: value = column 0 + rows * column 1.
@@ -192,15 +198,15 @@ class Work:
         a = self.attention
         return a[:, 0], a[:, 1] + rows * a[:, 2], a[:, 3] + rows * a[:, 4], a[:, 5] + rows * a[:, 6], a[:, 7]
 
-    def scalar(self, name: str, rows: float) -> float:
+    def scalar(self, name: str, rows: float) -> Any:
         """One of `SCALARS`."""
         const, slope = self.scalars[SCALARS.index(name)]
-        return float(const + rows * slope)
+        return plain(const + rows * slope)
 
-    def flops(self, rows: float) -> float:
+    def flops(self, rows: float) -> Any:
         """FLOPs of products and attention."""
         products, attention = self.of_products(rows), self.of_attention(rows)
-        return float(products[0] @ products[2] + attention[0] @ attention[1])
+        return plain(products[0] @ products[2] + attention[0] @ attention[1])
 
 
 @dataclass(frozen=True)
@@ -240,7 +246,7 @@ class ModelCosts:
         """Elements of parameters of the whole model on a rank: dense or experts."""
         return getattr(self.rest, name) + sum(getattr(self.layers[k], name) for k in self.kinds)
 
-    def flops(self, rows: float) -> float:
+    def flops(self, rows: float) -> Any:
         """FLOPs of a forward of a microbatch, on a rank."""
         layers = sum(n * self.layers[k].forward.flops(rows) for k, n in Counter(self.kinds).items())
         return self.rest.forward.flops(rows) + layers

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +23,12 @@ import numpy as np
 
 from autopar.cost.cluster import AxisLinks, Cluster, NodeGroup
 from autopar.cost.efficiency import Stack, stack_named
+from autopar.cost.extremes import least, most
 from autopar.cost.hardware import Device, Links
-from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
+from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work, plain
 from autopar.cost.layout import DATA_AXES, Layout, Placement, known_schedule
 from autopar.cost.topology import NamedLinks, Topologies
-from autopar.schedule.critical_path import by_part, order_of_few, steady_pipeline
+from autopar.schedule.critical_path import CriticalPath, Part, by_part, order_of_few, steady_pipeline
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
 
@@ -130,6 +131,20 @@ class _Pass:
 Passes = tuple[tuple[_Pass, _Pass, _Pass], ...]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Of each rank of pp: way: what it computes of a microbatch in each pass; gathers: (seconds, exposed) of gathers
+    and reductions of a microbatch, outside and inside of experts; each: seconds of a microbatch; once: (seconds,
+    exposed) of gathers and reductions of a step. pipeline: bubble and transfers. optimizer: seconds of the slowest."""
+
+    way: list[list[_Pass]]
+    gathers: list[tuple[tuple[float, float], ...]]
+    each: list[float]
+    pipeline: list[Cause]
+    once: list[tuple[float, float]]
+    optimizer: float
+
+
 @dataclass
 class _LayerSeconds:
     """Seconds of the layers of a placement. parts: (kinds of its layers, way, whether it is the last) -> sum."""
@@ -188,15 +203,15 @@ def _pricing(
     topology: str,
     simulated: bool = False,
     known: Known | None = None,
-) -> _Pricing:
+) -> LayoutPricing:
     cluster, named = cluster.with_ranks(layout.ranks), Topologies.parse(topology)
     shared = {} if known is None else known
 
-    def on(nodes: Cluster) -> _Pricing:
+    def on(nodes: Cluster) -> LayoutPricing:
         own = stack if nodes.chip_name == stack.chip else stack_named(stack.name, nodes.chip_name)
         own = own.with_kernel(kernel)
         device = Device(nodes.chip_name, nodes.chip, own, kernel, compute == "fp8")
-        return _Pricing(layout, costs, device, Links(layout.mesh, nodes, own, named), simulated, shared)
+        return LayoutPricing(layout, costs, device, Links(layout.mesh, nodes, own, named), simulated, shared)
 
     found = on(cluster)
     if not cluster.is_uniform:
@@ -249,7 +264,9 @@ def _unequal(layout: Layout, cluster: Cluster) -> str:
     return ""
 
 
-class _Pricing:
+class LayoutPricing:
+    """The formulas of a price. Costs, speeds of links and ``microbatches`` are numbers, or expressions of sympy."""
+
     def __init__(
         self, layout: Layout, costs: ModelCosts, device: Device, links: Links, simulated: bool, known: Known
     ) -> None:
@@ -257,10 +274,11 @@ class _Pricing:
         self.known = known
         self.stack = device.stack
         self.rows = float(layout.micro_batch)
+        self.microbatches = layout.microbatches
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
         self.expert_ranks = max(1, self.data_ranks // max(1, self._experts_on()))
         self.parts = layers_of_parts(layout, costs.kinds)
-        self.at: tuple[_Pricing, ...] = (self,) * layout.pp  # with the chips of each rank of pp
+        self.at: tuple[LayoutPricing, ...] = (self,) * layout.pp  # with the chips of each rank of pp
 
     def _experts_on(self) -> int:
         axis = self.layout.expert_axis
@@ -288,39 +306,39 @@ class _Pricing:
         found = _Pass()
         count, padded, _, moved = work.of_products(rows)
         if len(count):
-            found.products = float(count @ np.maximum(padded / device.products, moved / device.memory))
+            found.products = plain(count @ _most_of_each(padded / device.products, moved / device.memory))
         extra = 0.0
         count, causal, full, scores, backward = work.of_attention(rows)
         if len(count):
-            plain = device.kernel == "plain"
+            unfused = device.kernel == "plain"
             peak = device.chip.flops
             speed = np.where(backward > 0, peak * device.attention_share(True), peak * device.attention_share(False))
-            found.attention = float(count @ ((full if plain else causal) / speed))
-            extra = float(count @ scores) * SCORE_BYTES if plain else 0.0
+            found.attention = plain(count @ ((full if unfused else causal) / speed))
+            extra = plain(count @ scores) * SCORE_BYTES if unfused else 0.0
         bytes_moved = work.scalar("fused" if stack.fused else "moved", rows)
         found.attention += extra / device.memory
         found.element_wise = bytes_moved / device.memory
-        launches = work.scalar("kernels", rows) + sum(float(values[0] @ (1.0, rows)) for values in work.sent.values())
+        launches = work.scalar("kernels", rows) + sum(self._affine(values[0]) for values in work.sent.values())
         if len(count) and device.kernel == "plain":
-            launches += float(count @ np.where(backward > 0, PLAIN_KERNELS[1], PLAIN_KERNELS[0]))
-        found.host = max(0.0, launches * stack.launch - found.computing)
+            launches += plain(count @ np.where(backward > 0, PLAIN_KERNELS[1], PLAIN_KERNELS[0]))
+        found.host = most(0.0, launches * stack.launch - found.computing)
         for (axis, kind), values in work.sent.items():
-            self._send(found, axis, kind, values, backward=bool(len(backward) and backward.any()))
+            self._send(found, axis, kind, values)
         return found
 
-    def _send(self, found: _Pass, axis: str, kind: str, values: np.ndarray, backward: bool) -> None:
-        calls, size = (float(const + self.rows * slope) for const, slope in values)
+    def _send(self, found: _Pass, axis: str, kind: str, values: np.ndarray) -> None:
+        calls, size = map(self._affine, values)
         name = re.split("[%/]", axis)[0]  # of a level, such as cp%4
         if name in ("cp", "ep"):  # gradients of weights, summed over these axes, do not grow with rows
-            size = self.rows * float(values[1][1])
-            if size <= 0 or calls <= 0:
+            size = self.rows * plain(values[1][1])
+            if _is_none(size) or _is_none(calls):
                 return
-        seconds = self._axis(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
+        seconds = 0.0 if _is_none(size) else self._axis(axis).seconds(kind, size, most(calls, 1.0))
         axis = name
         hidden = self.stack.hidden.get(axis, 0.0)
         beside = found.attention if axis == "cp" else found.computing
         found.sent[axis] = found.sent.get(axis, 0.0) + seconds
-        left = max(seconds * (1 - hidden), seconds - beside) if axis != "tp" else seconds * (1 - hidden)
+        left = most(seconds * (1 - hidden), seconds - beside) if axis != "tp" else seconds * (1 - hidden)
         found.exposed[axis] = found.exposed.get(axis, 0.0) + left
 
     @functools.lru_cache(maxsize=16)  # noqa: B019  (as short-lived as the object)
@@ -330,6 +348,11 @@ class _Pricing:
     def _data_links(self, ranks: int) -> AxisLinks | NamedLinks:
         """Links of the ranks that sum gradients: they are neighbours at a distance of tp."""
         return self.links.between("dp", ranks, self.layout.tp * (self.data_ranks // ranks))
+
+    def _affine(self, values: np.ndarray) -> Any:
+        """The value for the rows of a microbatch, of [constant, slope]."""
+        const, slope = values
+        return plain(const + self.rows * slope)
 
     # --- a rank --------------------------------------------------------------------------------------------
 
@@ -376,31 +399,27 @@ class _Pricing:
 
     def memory(self) -> Price:
         """The price without seconds and causes."""
-        held, sizes, at = self.held, self.sizes, self.at
-        saved = self._each(self.alike, lambda r: self._saved(held[r]))
-        memory = tuple(at[r]._memory(r, held[r], sizes[r], saved[r]) for r in range(self.layout.pp))
-        limits = tuple(one.links.cluster.capacity for one in at)
+        memory, limits = self.bytes_of_ranks(), tuple(one.links.cluster.capacity for one in self.at)
         limit = max(zip(memory, limits, strict=True), key=lambda pair: pair[0] / pair[1])[1]
         return Price(
             memory=memory, limit=limit, guesses=self.stack.guesses, limits=limits if len(set(limits)) > 1 else ()
         )
 
+    def bytes_of_ranks(self) -> tuple[Any, ...]:
+        """Bytes of each rank of pp at its peak."""
+        held, sizes, at = self.held, self.sizes, self.at
+        saved = self._each(self.alike, lambda r: self._saved(held[r]))
+        return tuple(at[r]._memory(r, held[r], sizes[r], saved[r]) for r in range(self.layout.pp))
+
     def price(self) -> Price:
         """The price."""
-        layout, m = self.layout, self.layout.microbatches
-        ranks = range(layout.pp)
-        n = layout.parts
-        held, sizes, of, at = self.held, self.sizes, self.alike, self.at
-        way = [self._each(of, functools.partial(lambda w, r: at[r]._of_rank(held[r], w), w)) for w in range(3)]
-        gathers = self._each(of, lambda r: at[r]._sharded(held[r], way, r))
-        each = [
-            way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
-        ]
-        slowest = max(ranks, key=lambda r: each[r])
-        ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
+        layout, m, step, flops = self.layout, self.microbatches, self.step(), self.flops
+        slowest = max(range(layout.pp), key=lambda r: step.each[r])
+        at, way = self.at[slowest], [of_ranks[slowest] for of_ranks in step.way]
+        ordinary, again = way[0] + way[1], way[2]
         head = _scaled(
-            at[slowest]._of_part((), 0, True) + at[slowest]._of_part((), 1, True),
-            self._copy if n - 1 in held[slowest] else 0.0,
+            at._of_part((), 0, True) + at._of_part((), 1, True),
+            self._copy if layout.parts - 1 in self.held[slowest] else 0.0,
         )
         body = ordinary + _scaled(head, -1.0)
         computing = {
@@ -411,25 +430,57 @@ class _Pricing:
         both = ordinary + again
         for axis in both.sent:
             causes.append(Cause(axis, axis, m * both.sent[axis], m * both.exposed.get(axis, 0.0)))
-        for name, (all_of, exposed) in zip(("dp", "ep"), gathers[slowest], strict=True):
+        for name, (all_of, exposed) in zip(("dp", "ep"), step.gathers[slowest], strict=True):
             if all_of:
                 causes.append(Cause("dp", name, m * all_of, m * exposed))
-        causes += self._of_pipeline(each, way, [sum(g[1] for g in gathers[r]) for r in ranks])
-        once = self._each(of, lambda r: at[r]._once(sizes[r], way[1][r].computing + way[2][r].computing))
-        reduced = max(once, key=lambda pair: pair[1])
+        causes += step.pipeline
+        reduced = max(step.once, key=lambda pair: pair[1])
         if reduced[0]:
             causes.append(Cause("dp", "dp", *reduced))
-        optimizer = max(at[r]._optimizer(sizes[r]) for r in set(of))
-        causes.append(Cause("optimizer", "", optimizer, optimizer))
+        causes.append(Cause("optimizer", "", step.optimizer, step.optimizer))
         seconds = sum(c.exposed for c in causes)
-        jitter = seconds * self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
+        jitter = seconds * self._jitter
         if jitter:
             causes.append(Cause("jitter", "", jitter, jitter))
         seconds += jitter
-        flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
-        peak = sum(one.device.chip.flops for one in at) * layout.ranks / layout.pp
         shown = tuple(c for c in causes if c.seconds > 0)
-        return replace(self.memory(), seconds=seconds, mfu=flops / (seconds * peak), flops=flops, causes=shown)
+        mfu = flops / (seconds * self.peak)
+        return replace(self.memory(), seconds=seconds, mfu=mfu, flops=flops, causes=shown)
+
+    def step(self) -> _Step:
+        """What the ranks of pp do in a step."""
+        ranks, held, sizes, of, at = range(self.layout.pp), self.held, self.sizes, self.alike, self.at
+        way = [self._each(of, functools.partial(lambda w, r: at[r]._of_rank(held[r], w), w)) for w in range(3)]
+        gathers = self._each(of, lambda r: at[r]._sharded(held[r], way, r))
+        shown = [sum(exposed for _, exposed in gathers[r]) for r in ranks]
+        each = [way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + shown[r] for r in ranks]
+        once = self._each(of, lambda r: at[r]._once(sizes[r], way[1][r].computing + way[2][r].computing))
+        optimizer = max(at[r]._optimizer(sizes[r]) for r in set(of))
+        return _Step(way, gathers, each, self._of_pipeline(each, shown), once, optimizer)
+
+    def seconds(self) -> Any:
+        """Those of the price."""
+        step = self.step()
+        computing = self.microbatches * most(*step.each) + most(*(exposed for _, exposed in step.once))
+        pipeline = sum(cause.exposed for cause in step.pipeline)
+        return (computing + pipeline + step.optimizer) * (1 + self._jitter)
+
+    @property
+    def _jitter(self) -> float:
+        """Of a step, the share that ranks wait for each other."""
+        return self.stack.jitter * max(0.0, math.log2(self.layout.ranks / 8))
+
+    @property
+    def flops(self) -> Any:
+        """Of the model, in a step."""
+        layout = self.layout
+        ranks = layout.data_size * layout.tp * layout.cp
+        return TRAINED * self.costs.flops(self.rows) * self.microbatches * ranks
+
+    @property
+    def peak(self) -> float:
+        """FLOPs per second of all chips, on paper."""
+        return sum(one.device.chip.flops for one in self.at) * self.layout.ranks / self.layout.pp
 
     @staticmethod
     def _each(of: Sequence[int], value: Callable[[int], Any]) -> list[Any]:
@@ -479,11 +530,11 @@ class _Pricing:
                     forward, backward = way[0][rank].computing, way[1][rank].computing + way[2][rank].computing
                     back = gather + (0.0 if layout.reduces_once else reduce)
                     all_of += gather + back
-                    exposed += max(0.0, gather - hidden * forward) + max(0.0, back - hidden * backward)
+                    exposed += most(0.0, gather - hidden * forward) + most(0.0, back - hidden * backward)
                 elif not layout.reduces_once:
                     back = reduce if layout.zero else 2 * reduce
                     all_of += back
-                    exposed += max(0.0, back - hidden * (way[1][rank].computing + way[2][rank].computing))
+                    exposed += most(0.0, back - hidden * (way[1][rank].computing + way[2][rank].computing))
             found.append((all_of, exposed))
         return tuple(found)
 
@@ -503,7 +554,7 @@ class _Pricing:
                     total += links.seconds("all_reduce", 2 * elements * stack.gradient * share, calls)
             if layout.zero and layout.gathers_once:
                 total += links.seconds("all_gather", elements * self.costs.itemsize * share, calls)
-        return total, max(0.0, total - stack.hidden.get("dp", 0.8) * backward)
+        return total, most(0.0, total - stack.hidden.get("dp", 0.8) * backward)
 
     def _optimizer(self, sizes: Sequence[float]) -> float:
         """Seconds of the optimizer's step."""
@@ -512,16 +563,16 @@ class _Pricing:
 
     # --- the pipeline --------------------------------------------------------------------------------------
 
-    def _of_pipeline(self, each: Sequence[float], way: list[list[_Pass]], gathers: Sequence[float]) -> list[Cause]:
-        layout, p, m, v = self.layout, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
+    def _of_pipeline(self, each: Sequence[float], gathers: Sequence[float]) -> list[Cause]:
+        """Bubble and transfers. gathers: exposed seconds of each rank and microbatch."""
+        layout, p, m = self.layout, self.layout.pp, self.microbatches
         if p == 1:
             return []
-        const, slope = map(float, self.costs.hop)
-        hop = self._axis("pp").seconds("send", const + self.rows * slope, 1.0)
-        hops = 2 * hop * (v * m + p - 1)
+        hop = self._axis("pp").seconds("send", self._affine(self.costs.hop), 1.0)
+        hops = 2 * hop * (layout.virtual_stages * m + p - 1)
         shown = 1 - self.stack.hidden.get("pp", 0.0)
         run = self._simulated if self.simulated and layout.parts * m <= MOST_ACTIONS else self._on_critical_path
-        bubble = max(0.0, run(self._times(gathers, hop, hop * shown)) - m * max(each) - hops * shown)
+        bubble = most(0.0, run(self._times(gathers, hop, hop * shown)) - m * most(*each) - hops * shown)
         return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, hops * shown)]
 
     def _times(self, gathers: Sequence[float], hop: float, shown: float) -> Costs:
@@ -545,11 +596,14 @@ class _Pricing:
         """Seconds of all microbatches, by those of a few."""
         times = by_part(costs)
         each = [sum(times[kind, k] for k in parts for kind in "FBW") for parts in self.held]
-        slowest, schedule = max(each) * self._copy, self.layout.schedule or "1f1b"
-        few, seconds, more = steady_pipeline(
-            schedule, _request(self.layout), lambda path: path.seconds(times), slowest, max
-        )
-        return seconds + (self.layout.microbatches - few) * more
+        slowest, schedule = most(*each) * self._copy, self.layout.schedule or "1f1b"
+        of_path = self._seconds_of_paths(times)
+        few, seconds, more = steady_pipeline(schedule, _request(self.layout), of_path, slowest, most)
+        return seconds + (self.microbatches - few) * more
+
+    def _seconds_of_paths(self, times: Mapping[Part, Any]) -> Callable[[CriticalPath], Any]:
+        """What an order takes, of times of its parts."""
+        return lambda path: path.seconds(times)
 
     # --- memory --------------------------------------------------------------------------------------------
 
@@ -558,12 +612,12 @@ class _Pricing:
         saved = 0.0
         for k in held:
             layers = [self.costs.layers[kind].saved for kind in self.parts[k]]
-            saved += sum(float(s[0] + self.rows * s[1]) for s in layers)
+            saved += sum(map(self._affine, layers))
         return saved * self._copy
 
     def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float], saved: float) -> float:
         """Bytes of one rank of pp at its peak."""
-        layout, stack, rows = self.layout, self.stack, self.rows
+        layout, stack, costs = self.layout, self.stack, self.costs
         total = stack.reserved
         for elements, ranks in self._groups(sizes):
             shards = ranks if layout.zero else 1
@@ -574,30 +628,39 @@ class _Pricing:
                 total += 2 * stack.weight * elements / max(1, sum(len(self.parts[k]) for k in held))
         n = layout.parts
         total += saved * stack.kept * self._in_flight(rank)
-        const, slope = map(float, self.costs.hop)
-        hop = const + rows * slope
-        total += hop * 2 * (layout.pp > 1)
-        temporaries = float(self.costs.layer_peak[0] + rows * self.costs.layer_peak[1])
+        total += self._affine(costs.hop) * (2 if layout.pp > 1 else 0)
+        temporaries = self._affine(costs.layer_peak)
         if n - 1 in held:
-            logits = float(self.costs.logits[0] + rows * self.costs.logits[1])
-            of_loss = logits * stack.logits * (layout.tp if stack.whole_logits else 1)
+            of_loss = self._affine(costs.logits) * stack.logits * (layout.tp if stack.whole_logits else 1)
             if not stack.logits:
-                rest = self.costs.rest.saved
-                of_loss = float(rest[0] + rows * rest[1] + self.costs.peak[0] + rows * self.costs.peak[1])
-            temporaries = max(temporaries, of_loss)
-        return float(total + temporaries)
+                of_loss = self._affine(costs.rest.saved) + self._affine(costs.peak)
+            temporaries = most(temporaries, of_loss)
+        return total + temporaries
 
-    def _in_flight(self, rank: int) -> float:
+    def _in_flight(self, rank: int) -> Any:
         """Microbatches whose activations a rank keeps at once, in units of its share of the model."""
-        p, m, v = self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
+        p, m, v = self.layout.pp, self.microbatches, self.layout.virtual_stages
         name = self.layout.schedule or "1f1b"
         if p == 1:
             return 1.0
         if name == "1f1b":
-            return float(min(m, p - rank))
+            return least(m, p - rank)
         if name == "interleaved":
-            return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
-        return min(float(m), _held_by(name)(p, m, v))
+            return least(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
+        return least(m, _held_by(name)(p, m, v))
+
+
+def _most_of_each(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger of each two entries."""
+    if object in (a.dtype, b.dtype):
+        return np.array([most(*pair) for pair in zip(a, b, strict=True)], dtype=object)
+    found: np.ndarray = np.maximum(a, b)
+    return found
+
+
+def _is_none(amount: Any) -> bool:
+    """Whether it is not above 0, as an expression always is."""
+    return isinstance(amount, (int, float)) and amount <= 0
 
 
 def way_of_parts(layout: Layout) -> tuple[int, bool, int]:
@@ -637,17 +700,18 @@ def layers_of_parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]
 
 
 @functools.cache
-def _held_by(name: str) -> Callable[[int, int, int], float]:
+def _held_by(name: str) -> Callable[[int, Any, int], Any]:
     """Microbatches in flight: (p, m, v) -> number."""
     formula = SCHEDULES[name].memory
     made = _compiled(formula) if formula else None
-    return lambda p, m, v: float(made(p=p, m=m, v=v, n=1, F=1.0, B=1.0, W=1.0, FB=3.0)) if made else float(p)
+    return lambda p, m, v: made(p=p, m=m, v=v, n=1, F=1.0, B=1.0, W=1.0, FB=3.0) if made else p
 
 
-def _compiled(formula: str) -> Callable[..., float]:
+def _compiled(formula: str) -> Callable[..., Any]:
     import sympy  # slow to import
 
     from autopar.schedule.formulas import SYMBOLS, expression
 
-    made: Callable[..., float] = sympy.lambdify([sympy.Symbol(s) for s in SYMBOLS], expression(formula), "math")
+    functions = [{"Max": most, "Min": least}, "math"]
+    made: Callable[..., Any] = sympy.lambdify([sympy.Symbol(s) for s in SYMBOLS], expression(formula), functions)
     return made

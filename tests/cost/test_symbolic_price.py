@@ -17,7 +17,7 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack, stack_named
 from autopar.cost.layout import Layout
 from autopar.cost.layout_price import Price
-from autopar.cost.symbolic_price import ARGUMENTS, SymbolicPrice, can_be_symbolic, symbolic_price
+from autopar.cost.symbolic_price import ARGUMENTS, SymbolicPrice, symbolic_price
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -34,6 +34,9 @@ CASES: tuple[tuple[dict[str, Any], Layout, Stack], ...] = (
     (LLAMA, Layout(pp=2, dp=8, microbatches=8, schedule="interleaved", virtual_stages=2, zero=2), EAGER),
     (LLAMA, Layout(pp=4, tp=2, microbatches=16, schedule="zb_h1", sequence_parallel=True), EAGER),
     (LLAMA, Layout(pp=2, microbatches=8, schedule="zb_v", virtual_stages=2), EAGER),
+    (LLAMA, Layout(pp=2, dp=2, zero=1, microbatches=8, layers=(3, 5), schedule="1f1b"), EAGER),
+    (LLAMA, Layout(pp=2, dp=2, zero=1, microbatches=8, schedule="dual_pipe"), EAGER),
+    (LLAMA, Layout(pp=4, dp=2, zero=3, microbatches=16, schedule="dual_pipe_v", virtual_stages=2), EAGER),
     (LLAMA, Layout(dp=4, cp=2, attention="ring", activation_checkpoint="full", zero=1), EAGER),
     (LLAMA, Layout(dp=2, cp=4, attention="ulysses", zero=3), EAGER),
     (MIXTRAL, Layout(dp=2, ep=2, zero=1, token_dispatcher="alltoall"), EAGER),
@@ -47,7 +50,6 @@ def model(config: str, seq: int) -> CostedModel:
 
 def symbolic(config: dict[str, Any], layout: Layout, stack: Stack) -> SymbolicPrice:
     costs = {seq: model(json.dumps(config), seq).costs(layout.placement, layout.micro_batch) for seq in LENGTHS}
-    assert can_be_symbolic(layout, Cluster.parse(stack.chip))
     return symbolic_price(layout, costs, Cluster.parse(stack.chip), stack)
 
 
@@ -90,9 +92,9 @@ def test_the_javascript_equals_the_price() -> None:
         assert memory == pytest.approx(price.memory, rel=2e-3)  # a loss computes with blocks of rows
 
 
-def test_choices_without_expressions() -> None:
-    h100 = Cluster.parse("H100")
-    unlike = Cluster("two", (*h100.groups, *Cluster.parse("A100").groups))
-    assert not can_be_symbolic(Layout(pp=2, layers=(3, 5)), h100)
-    assert not can_be_symbolic(Layout(pp=2, schedule="dual_pipe"), h100)
-    assert not can_be_symbolic(Layout(dp=2), unlike) and can_be_symbolic(Layout(dp=2), h100)
+def test_costs_that_have_no_expressions() -> None:
+    costs = {seq: model(json.dumps(LLAMA), seq).costs(Layout(dp=8).placement) for seq in LENGTHS}
+    other = model(json.dumps(MIXTRAL), LENGTHS[0]).costs(Layout(dp=8).placement)
+    for found, said in (({512: costs[512]}, "needs costs at 3"), (costs | {512: other}, "needs the same products")):
+        with pytest.raises(ValueError, match=said):
+            symbolic_price(Layout(dp=8), found, Cluster.parse("H100"), EAGER)
