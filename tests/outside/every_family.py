@@ -183,7 +183,7 @@ def _made(kind: Any, config: Any) -> tuple[nn.Module, dict[str, Any], Expected]:
             try:
                 with contextlib.redirect_stderr(io.StringIO()):
                     expected = eager(whole, batch, SEED)
-                assert math.isfinite(expected.loss), "the loss is no number"
+                assert math.isfinite(expected.loss), "the loss is not finite"
                 return whole, batch, expected
             except Exception as error:
                 said.append(f"{sorted(batch)}: {type(error).__name__}: {error}")
