@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from autopar.auto.pricing import certain, exposed
 from autopar.auto.space import POLICIES, SAVING, Question, Space
 from autopar.cost.layout import Layout
-from autopar.cost.layout_price import Price, way_of_parts
+from autopar.cost.layout_price import Price
+from autopar.cost.parts import way_of_parts
 from autopar.ir.mesh import Mesh
 
 BAND = 0.05  # of the least time: within it the simplest layout is chosen

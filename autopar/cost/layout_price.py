@@ -12,7 +12,6 @@ where the bubble is what the critical path of its schedule takes besides (`autop
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from autopar.cost.extremes import least, most
 from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work, plain
 from autopar.cost.layout import DATA_AXES, Layout, Placement, known_schedule
+from autopar.cost.parts import layers_of_parts, ranks_of_part
 from autopar.cost.topology import NamedLinks, Topologies
 from autopar.schedule.critical_path import CriticalPath, Part, by_part, order_of_few, steady_pipeline
 from autopar.schedule.request import SCHEDULES, Costs, Request
@@ -35,7 +35,6 @@ from autopar.schedule.simulate import simulate
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
-WAVES = ("zb_v", "dual_pipe_v")  # schedules whose parts go back and forth over the ranks
 MOST_ACTIONS = 20_000  # of a pipeline that is simulated: with more microbatches the critical path is as good
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
@@ -663,40 +662,11 @@ def _is_none(amount: Any) -> bool:
     return isinstance(amount, (int, float)) and amount <= 0
 
 
-def way_of_parts(layout: Layout) -> tuple[int, bool, int]:
-    """How parts are spread over the ranks of pp: equal for layouts with equal results of `ranks_of_part`."""
-    copies = SCHEDULES[layout.schedule].copies if layout.schedule else 1
-    return layout.virtual_stages, layout.schedule in WAVES, copies
-
-
-def ranks_of_part(part: int, layout: Layout) -> list[int]:
-    """The coordinates on pp of the ranks that run a part: in turns, back and forth in a V, or from both ends."""
-    turn, place = divmod(part, layout.pp)
-    last = layout.pp - 1 - place
-    if layout.pp > 1 and layout.schedule and SCHEDULES[layout.schedule].copies > 1:
-        return [place, last]
-    return [last if layout.schedule in WAVES and turn % 2 else place]
-
-
 def _scaled(one: _Pass, count: float) -> _Pass:
     return _Pass(
         count * one.products, count * one.attention, count * one.element_wise, count * one.host,
         {a: count * s for a, s in one.sent.items()}, {a: count * s for a, s in one.exposed.items()},
     )  # fmt: skip
-
-
-def layers_of_parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
-    """The kinds of the layers of each part. Equal numbers; the first and the last parts have those that are missing."""
-    n, layers = layout.parts, len(kinds)
-    counts = list(layout.layers)
-    if not counts:
-        full = -(-layers // n)
-        counts = [full] * n
-        order = [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair]
-        for k in [*dict.fromkeys(order)][: full * n - layers]:
-            counts[k] -= 1
-    ends = np.cumsum([0, *counts])
-    return [kinds[a:b] for a, b in itertools.pairwise(ends)]
 
 
 @functools.cache

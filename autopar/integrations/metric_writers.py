@@ -24,7 +24,7 @@ Write = Callable[[int, Mapping[str, float]], None]
 def writer_for(target: Any) -> Write:
     """What writes numbers by name, of a step, to ``target``. Raises ValueError for a target that takes none."""
     if isinstance(target, (str, Path)):
-        return _to_file(Path(target))
+        return _to_file(_named_file(target))
     if hasattr(target, "register") and hasattr(target, "collect"):
         return _to_registry(target)
     if hasattr(target, "add_scalar"):
@@ -62,6 +62,16 @@ def kept_from_failing(write: Write, name: str) -> Write:
 def _each(add: Callable[[str, float, int], Any], step: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         add(name, value, step)
+
+
+def _named_file(target: str | Path) -> Path:
+    path = Path(target)
+    if not path.suffix or path.is_dir():  # as "wandb"
+        raise ValueError(
+            f"monitor: to= needs a path with a suffix, such as metrics.jsonl, found {str(target)!r}; to a library pass "
+            "what it has made, such as wandb itself or SummaryWriter(folder)"
+        )
+    return path
 
 
 def _to_file(path: Path) -> Write:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from autopar.auto.space import POLICIES
 from autopar.cost.layout import Layout
-from autopar.cost.layout_price import Cause, Price, layers_of_parts, ranks_of_part
+from autopar.cost.layout_price import Cause, Price
+from autopar.cost.parts import layers_of_parts, ranks_of_part
 
 
 @dataclass

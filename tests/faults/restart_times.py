@@ -27,7 +27,10 @@ def restarts(folder: Path) -> Iterator[list[float]]:
         mine = [note for note in notes if note["attempt"] == attempt]
         at = {note["what"]: note["at"] for note in reversed(mine)}
         if "step" in at:
-            moments = [float(fault.read_text()), *(at[n] for n in ("started", "met", "parallelized", "loaded", "step"))]
+            moments = [
+                float(fault.read_text().split()[0]),
+                *(at[n] for n in ("started", "met", "parallelized", "loaded", "step")),
+            ]
             yield [b - a for a, b in itertools.pairwise(moments)]
 
 
@@ -38,7 +41,7 @@ def main() -> None:
         rows = []
         for seed in (0, 1, 2):
             with tempfile.TemporaryDirectory() as name:
-                ended(agent(Path(name), seed, 3, "--standalone", "--nproc-per-node", "2", where=where))
+                ended(agent(Path(name), "--standalone", "--nproc-per-node", "2", seed=seed, faults=3, where=where))
                 rows += restarts(Path(name))
         found = [f"{statistics.median(part):.2f} s" for part in zip(*rows)]
         print(f"| {where}, {len(rows)} restarts | " + " | ".join(found) + " |", flush=True)

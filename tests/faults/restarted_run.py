@@ -1,9 +1,11 @@
 """A training run as torchrun starts it, killed or stopped at drawn moments: it resumes from the folder of the run.
 
-    torchrun --max-restarts 3 --nproc-per-node 2 tests/faults/restarted_run.py FOLDER SEED FAULTS PAUSE WHERE
+    torchrun --max-restarts 3 --nproc-per-node 2 tests/faults/restarted_run.py FOLDER SEED FAULTS PAUSE WHERE WAYS
 
-In each of the first FAULTS attempts one rank comes to grief after a drawn number of calls within autopar. Rank 0 writes
-each loss, and when each attempt met and resumed, to FOLDER/losses. WHERE it saves each step: disk, or memory.
+In each of the first FAULTS attempts one rank comes to grief after a drawn number of calls within autopar, in one of the
+WAYS: a signal, or CABLE, for which it waits until FOLDER/fault-N has a second line, by whoever has pulled the cable.
+Rank 0 writes each loss, and when each attempt met and resumed, to FOLDER/losses. WHERE it saves each step: disk, or
+memory.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +28,8 @@ OURS = str(Path(autopar.__file__).resolve().parent)
 STEPS, ROWS = 12, 8
 CALLS = 60_000  # within autopar in such a run: a moment is drawn below, evenly in its logarithm
 FIRST = 500
+CABLE = "cable"
+SIGNALS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP")
 
 
 class Model(nn.Module):
@@ -42,11 +47,11 @@ def batch_of(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(ROWS, n, generator=drawn, dtype=torch.float64) for name, n in (("x", 8), ("y", 1))}
 
 
-def fall(seed: int, attempt: int, rank: int, world: int, note: Path) -> None:
-    """Arm the fault of this attempt, if this rank is its victim. note: a file that gets the time of the fault."""
+def fall(seed: int, attempt: int, rank: int, world: int, note: Path, ways: Sequence[str]) -> None:
+    """Arm the fault of this attempt, if this rank is its victim. note: a file that gets the time and the way."""
     chance = random.Random(f"{seed} {attempt}")
     victim, left = chance.randrange(world), int(FIRST * (CALLS / FIRST) ** chance.random())
-    way = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+    way = chance.choice(ways)
     if rank != victim:
         return
 
@@ -56,15 +61,18 @@ def fall(seed: int, attempt: int, rank: int, world: int, note: Path) -> None:
             left -= 1
             if left <= 0:
                 sys.setprofile(None)
-                note.write_text(str(time.time()))
-                os.kill(os.getpid(), way)
+                note.write_text(f"{time.time()} {way}\n")
+                while way == CABLE and len(note.read_text().splitlines()) == 1:
+                    time.sleep(0.01)
+                if way != CABLE:
+                    os.kill(os.getpid(), signal.Signals[way])
 
     sys.setprofile(count)
 
 
-def main(folder: Path, seed: int, faults: int, pause: float, where: str) -> None:
+def main(folder: Path, seed: int, faults: int, pause: float, where: str, ways: Sequence[str]) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = len(list(folder.glob("fault-*")))  # each launcher counts its restarts by itself
 
     def note(**facts: object) -> None:
         if rank == 0:
@@ -73,7 +81,7 @@ def main(folder: Path, seed: int, faults: int, pause: float, where: str) -> None
 
     note(what="started")
     if attempt < faults:
-        fall(seed, attempt, rank, world, folder / f"fault-{attempt}")
+        fall(seed, attempt, rank, world, folder / f"fault-{attempt}", ways)
     mesh = autopar.init_mesh("cpu", 60.0, dp="rest")
     note(what="met")
     torch.manual_seed(0)
@@ -93,9 +101,10 @@ def main(folder: Path, seed: int, faults: int, pause: float, where: str) -> None
         optimizer.step()
         note(what="step", step=step, loss=loss.hex())
         autopar.save(folder / "run", model, optimizer, step=step + 1, **keep)
+        note(what="saved", step=step)
         time.sleep(pause)
     sys.setprofile(None)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5], sys.argv[6].split(","))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.faults.campaign import free_port
-from tests.faults.restarted_run import STEPS, Model, batch_of
+from tests.faults.restarted_run import SIGNALS, STEPS, Model, batch_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "faults" / "restarted_run.py"
@@ -28,23 +28,31 @@ EXACT = 1e-10
 PATIENCE = 400.0  # seconds of a run with its restarts, on a machine that others use
 
 
-def agent(
-    folder: Path, seed: int, faults: int, *how: str, pause: float = 0.0, where: str = "disk", memory: str = "memory"
-) -> subprocess.Popen[str]:
-    """A node's launcher. pause: seconds between steps. where: what the run saves to. memory: the name of a folder that
-    is this node's memory."""
+def launcher(
+    folder: Path, *how: str, seed: int = 0, faults: int = 0, pause: float = 0.0, where: str = "disk",
+    ways: Sequence[str] = SIGNALS,
+) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+    """The command of a node's launcher, and its environment. pause: seconds between steps. where: what the run saves
+    to."""
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.2", *how]
-    own = {
+    environment = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "AUTOPAR_CACHE": str(folder / "steps"),
-        "AUTOPAR_MEMORY": str(folder / memory),
+        "AUTOPAR_FLIGHT": str(folder / "flight"),
         # else a node that joins in a later round waits for an address that was published in the first (torch 2.13)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if "--nnodes" in how else "0",
     }
+    arguments = [str(folder), str(seed), str(faults), str(pause), where, ",".join(ways)]
+    return [*command, str(SCRIPT), *arguments], environment
+
+
+def agent(folder: Path, *how: str, memory: str = "memory", **run: Any) -> subprocess.Popen[str]:
+    """A node's launcher. memory: the name of a folder that is this node's memory."""
+    command, environment = launcher(folder, *how, **run)
     return subprocess.Popen(
-        [*command, str(SCRIPT), str(folder), str(seed), str(faults), str(pause), where],
-        env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        command, env={**os.environ, **environment, "AUTOPAR_MEMORY": str(folder / memory)}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -99,7 +107,7 @@ def check(notes: list[dict[str, Any]]) -> None:
 def restarted(seed: int, where: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        printed = ended(agent(folder, seed, 3, "--standalone", "--nproc-per-node", "2", where=where))
+        printed = ended(agent(folder, "--standalone", "--nproc-per-node", "2", seed=seed, faults=3, where=where))
         notes = noted(folder)
         check(notes)
         assert len({note["attempt"] for note in notes}) == 4, printed
@@ -120,7 +128,7 @@ def test_a_node_that_is_lost_and_comes_back(tmp_path: Path, where: str) -> None:
     port = free_port()
     how = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
            "--rdzv-conf", "last_call_timeout=10,keep_alive_interval=3,keep_alive_max_attempt=3")  # fmt: skip
-    node = functools.partial(agent, tmp_path, 0, 0, *how, pause=6.0, where=where)
+    node = functools.partial(agent, tmp_path, *how, pause=6.0, where=where)
     first = node()
     wait_until(lambda: listens(port), first)  # it hosts the rendezvous, and lives
     second = node(memory="memory of the second")
@@ -136,10 +144,11 @@ def test_a_node_that_is_lost_and_comes_back(tmp_path: Path, where: str) -> None:
     assert loaded == [(False, False), (True, where == "memory"), (True, where == "memory")]
 
 
-def wait_until(happens: Callable[[], bool], launched: subprocess.Popen[str]) -> None:
+def wait_until(happens: Callable[[], bool], launched: subprocess.Popen[Any], printed: Callable[[], str] = str) -> None:
+    """Wait for something that happens while a process runs. printed: what it has said, if that does not happen."""
     end = time.monotonic() + PATIENCE
     while not happens():
-        assert launched.poll() is None and time.monotonic() < end, ended(launched)
+        assert launched.poll() is None and time.monotonic() < end, printed()
         time.sleep(0.05)
 
 

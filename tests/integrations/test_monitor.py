@@ -130,7 +130,8 @@ def test_a_writer_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 def refusals() -> list[str]:
     model, batch = make("mlp")
     parallel = autopar.parallelize(model, autopar.init_mesh("cpu", dp=1), example_batch=batch)
-    given: list[dict[str, Any]] = [{"to": 3}, {"every": 0}, {"total": -1}, {"start": "first"}, {"progress": "much"}]
+    given: list[dict[str, Any]] = [{"to": 3}, {"to": "wandb"}, {"to": Path.cwd()}, {"every": 0}, {"total": -1},
+                                   {"start": "first"}, {"progress": "much"}]  # fmt: skip
     found = [refusal(autopar.monitor, parallel, **how) for how in given]
     with autopar.monitor(parallel, every=1, progress=False) as seen:
         return [*found, *(refusal(seen.step, loss=loss) for loss in (torch.zeros(2), "much"))]
@@ -142,6 +143,8 @@ def test_refused() -> None:
     need = "monitor: step(loss=) needs a number or a tensor of one element, found "
     words = (
         "to= needs a writer",
+        "found 'wandb'; to a library pass what it has made",
+        "to= needs a path with a suffix",
         "every: ",
         "total: ",
         "start: ",

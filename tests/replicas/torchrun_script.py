@@ -1,6 +1,9 @@
-"""A training script as users start it, once per replica; the second rank of replica 1 dies in its first start.
+"""A training script as users start it, once per replica.
 
-torchrun --max-restarts 3 --nproc-per-node 2 tests/replicas/torchrun_script.py STEPS FILE
+torchrun --max-restarts 3 --nproc-per-node 2 tests/replicas/torchrun_script.py STEPS PAUSE FILE [STEP]
+
+The last rank of replica 1 dies in its first start, at a STEP. PAUSE: seconds of each step, in the place of a larger
+model.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ import autopar
 from tests.replicas.run import Model, shard_of
 
 
-def main(steps: int, file: Path) -> None:
-    mesh = autopar.init_mesh("cpu", tp=2)
+def main(steps: int, pause: float, file: Path, dies: int) -> None:
+    mesh = autopar.init_mesh("cpu", tp="rest")
     torch.manual_seed(0)
     model = autopar.parallelize(Model().double(), mesh, example_batch=shard_of(0, 0), replicas=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     replicas = autopar.Replicas(model, optimizer)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     while replicas.step < steps:
-        if (replicas.index, rank, attempt, replicas.step) == (1, 1, 0, 3):
+        if (replicas.index, rank, attempt, replicas.step) == (1, mesh.size() - 1, 0, dies):
             os.kill(os.getpid(), signal.SIGKILL)
         loss = float(replicas.train_step(shard_of))
         optimizer.step()
@@ -34,8 +37,8 @@ def main(steps: int, file: Path) -> None:
             with file.open("a") as out:
                 told = {"index": replicas.index, "attempt": attempt, "step": replicas.step - 1, "loss": loss}
                 out.write(json.dumps({**told, "members": replicas.members}) + "\n")
-        time.sleep(0.2)
+        time.sleep(pause)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else -1)

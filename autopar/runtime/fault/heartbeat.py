@@ -91,7 +91,7 @@ class Heartbeat:
                 found = str(error) if time.monotonic() - reached >= SILENT else ""
                 self.cut_off = bool(found)
             if found and not self._stop.is_set():
-                self.verdict = found
+                self.verdict = self._as_seen_here(found)
                 aborts.break_all(self._port)
             self._after(self.verdict)
             if self.verdict:
@@ -119,6 +119,12 @@ class Heartbeat:
         if not sign or self._still * self.beat < max(SILENT, 3 * self.beat):
             return ""
         return self._given_up(store, self._watched)
+
+    def _as_seen_here(self, verdict: str) -> str:
+        """A verdict, in other words where it is on this rank, which is alive: it was stopped or cut off for a while."""
+        me = self._named([self._rank])
+        missed = verdict.removeprefix(f"{me} did not respond: ")
+        return verdict if missed == verdict else f"{me} was stopped, or cut off from the others, who saw {missed}"
 
     def _given_up(self, store: dist.Store, rank: int) -> str:
         """The verdict on a rank whose heartbeat has stopped: its own error if it has published one; none if it has
