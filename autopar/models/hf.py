@@ -63,8 +63,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v [B, H, S, D] -> out [B, S, H, D].
 
-    A mask specifies the attention pattern completely; without one, a causal module is causal, as in its sdpa path.
-    Queries of one example may attend to keys of many.
+    A mask specifies the attention pattern completely; without one, a causal module is causal, as in its sdpa path, but
+    not in its "eager" one. Queries of one example may attend to keys of many.
     """
     borders = unused.get("cu_seq_lens_q")
     if borders is not None and borders.dim() == 2:  # of rows of images (`models.hf_images`)
@@ -72,7 +72,8 @@ def attention_forward(
     query = query.expand(max(query.shape[0], key.shape[0]), -1, -1, -1)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        facts = MaskFacts(causal=bool(causal) and query.shape[2] > 1)
+        was_eager = getattr(_config(module), OWN_MASKS, None) == "eager"
+        facts = MaskFacts(causal=bool(causal) and query.shape[2] > 1 and not was_eager)
     elif isinstance(attention_mask, MaskFacts):
         facts = _as_without(attention_mask, getattr(module, "is_causal", True) if is_causal is None else is_causal)
     else:
@@ -314,7 +315,7 @@ def _configure(config: Any, registered: bool) -> None:
 def exact_experts(model: nn.Module) -> Iterator[None]:
     """Context manager: the user's model runs its experts one by one, as plain products, for an exact reference run:
     transformers' default kernel does not support float64."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {id(c): c for m in model.modules() if (c := _config(m)) is not None}
     before = {key: getattr(c, "_experts_implementation_internal", None) for key, c in configs.items()}
     for config in configs.values():
         config._experts_implementation_internal = "eager"

@@ -245,7 +245,9 @@ def test_factories_keep_their_dtype() -> None:
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x.float() + torch.zeros(3) + torch.arange(3, dtype=torch.float32) + torch.ones(3).to(x.dtype)
+            ends = torch.full((), 0.1), torch.full((), 0.7)
+            lines = torch.linspace(*ends, 3) + torch.logspace(*ends, 3)
+            return x.float() + lines + torch.zeros(3) + torch.arange(3, dtype=torch.float32) + torch.ones(3).to(x.dtype)
 
     x = torch.rand(3, dtype=torch.float64)
     gm = capture(Model(), {"x": x}, lift_to_float64=True)

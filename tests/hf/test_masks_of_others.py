@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma.modeling_gemma import eager_attention_forward
 
 from autopar.capture.front_end import capture
 from autopar.ir.mesh import Mesh
@@ -109,3 +111,41 @@ def test_a_model_that_is_not_causal_by_itself(attention: str) -> None:
     ids = torch.randint(0, 32, (2, 6))
     batch = {"input_ids": ids, "labels": ids}
     assert check_model(model, batch, Mesh.of(dp=2)).worst < 1e-10
+
+
+class Seen(nn.Module):
+    """An attention that says it is causal, without a mask."""
+
+    is_causal, num_key_value_groups = True, 1
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.qkv = config, nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        return attend(self, q, k, v, None, scaling=0.3)[0].flatten(2)
+
+
+class Unmasked(transformers.GemmaPreTrainedModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.seen = Seen(config)
+        self.gate = nn.Identity()
+        setattr(self.gate, "config", 0.5)  # noqa: B010  (Idefics has such attributes)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.seen(x) ** 2).mean()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_without_a_mask_only_sdpa_asks_the_module(attention: str) -> None:
+    """BridgeTower's images attend in both directions, through layers that say that they are causal."""
+    config = transformers.GemmaConfig(num_hidden_layers=1)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(2, 5, 16, dtype=torch.float64)}
+    model = Unmasked(config).double()
+    assert check_model(model, batch, Mesh.of(dp=2)).worst < 1e-10
+    assert causal(model, batch) == [attention == "sdpa"]

@@ -104,6 +104,16 @@ class Vectors(Stack):
         nn.utils.parametrizations.spectral_norm(self.blocks[0])
 
 
+class Places(Stack):
+    """Numbers of the first part that the last one takes for places alone: they have no gradient."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        chosen = self.extra(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return ((x.gather(1, chosen.argsort(1)) - y) ** 2).mean()
+
+
 MODELS = (Stack, Skip, Frozen, Tied, Losses, Vectors)
 
 
@@ -134,6 +144,20 @@ def test_on_two_ranks() -> None:
 def test_on_four_ranks() -> None:
     for found in run_ranks(4, errors_of_all, {"pp": 4}, {"schedule": "1f1b", "microbatches": 2}, timeout=200):
         assert max(found.values()) < 1e-12, found
+
+
+def gradients_of_places(schedule: str) -> set[str]:
+    """On a rank: the parameters with a gradient after a step."""
+    options = {"schedule": schedule, "microbatches": 4, "split_points": ["blocks.2"]}
+    parallel = autopar.parallelize(Places(), init_mesh(pp=2), example_batch=batch(), **options)
+    parallel.train_step(**batch())
+    return {name for name, p in parallel.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.full)])
+def test_what_is_sent_without_gradient_gets_none(schedule: str) -> None:
+    for found in run_ranks(2, gradients_of_places, schedule, timeout=100):
+        assert found == {name for name, _ in Places().named_parameters() if "blocks" in name}
 
 
 FAR = (Skip, Tied)  # what ranks exchange that are no neighbours

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+_BETWEEN_TENSORS = (torch.ops.aten.linspace, torch.ops.aten.logspace)  # the ends do not decide the dtype
 _WHERE = {getattr(torch.ops.aten.where, name) for name in ("Scalar", "ScalarSelf", "ScalarOther")}
 
 
@@ -24,7 +25,7 @@ def write_dtype(node: Node) -> None:
     if not isinstance(node.target, torch._ops.OpOverload) or node.kwargs.get("dtype") is not None:
         return
     names = [a.name for a in node.target._schema.arguments]
-    takes_tensor = any(isinstance(a, Node) for a in node.args)
+    takes_tensor = any(isinstance(a, Node) for a in node.args) and node.target.overloadpacket not in _BETWEEN_TENSORS
     if "dtype" in names[len(node.args) :] and "device" in names and not takes_tensor:
         value = node.meta.get("val")
         if isinstance(value, Tensor):

@@ -282,7 +282,7 @@ def _way_out(error: BaseException, where: str, batch: Mapping[str, Any]) -> str:
             f"{_STATIC_INPUTS}"
         )
     if _asks_values(error):
-        return f"; {experts}use torch.where or masks instead of a branch, or {_STATIC_INPUTS}"
+        return f"; {experts}use torch.where or masks instead of a branch{_or_static(batch)}"
     if (known := _known(error)) and known[1]:
         return f"; {known[1]}"
     if _is_ours(error):
@@ -291,6 +291,16 @@ def _way_out(error: BaseException, where: str, batch: Mapping[str, Any]) -> str:
     return (
         f"; the forward must run with these inputs in plain torch, and under torch.export(strict=False), found {found}"
     )
+
+
+def _or_static(batch: Mapping[str, Any]) -> str:
+    """Which inputs of integers may be declared, as a way out; nothing where there are none."""
+    whole = [path for path, x in paths(batch) if isinstance(x, Tensor) and not x.is_floating_point()]
+    names = list(dict.fromkeys(path.partition(".")[0] for path in whole))[:_MOST_INPUTS]
+    if not names:
+        return ""
+    which = f" ({' or '.join(names)})" if len(names) > 1 else ""
+    return f', or declare the small input that decides it{which}: static_inputs=("{names[0]}",)'
 
 
 def _facts(x: Any) -> str:

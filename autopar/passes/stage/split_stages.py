@@ -129,6 +129,7 @@ class _Cutter:
         self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self.frontier: dict[Node, None] = {}  # values of the prologue
         self.kept = self._outputs()
+        self.leads = self._leads()
         self.edges, self.sent, self.received = self._edges()
         self.backwards: dict[Node, list[int]] = {}  # tokens -> the stages that have them
 
@@ -147,6 +148,20 @@ class _Cutter:
             found[part].append((output(i), "loss" if i in losses else spec.kind, value))
         return found
 
+    def _leads(self) -> set[Node]:
+        """Main values through which a gradient comes from a loss."""
+        starts = {value for part in self.kept for _, kind, value in part if kind in ("loss", "sent")}
+        found = set[Node]()
+        for node in sorted(self.part_of, key=self.order.__getitem__, reverse=True):
+            if has_gradient(node) and (node in starts or not found.isdisjoint(node.users)):
+                found.add(node)
+        return found
+
+    def _comes_back(self, node: Node, target: int) -> bool:
+        """Whether stages from ``target`` on compute a gradient of a value."""
+        users = (u for u in node.users if self.part_of.get(u, -1) >= target)
+        return has_gradient(node) and not self.leads.isdisjoint(users)
+
     def _edges(self) -> tuple[list[P2PEdge], list[list[Node]], list[list[Node]]]:
         """Main values that later stages use travel from user to user."""
         edges: list[P2PEdge] = []
@@ -159,7 +174,9 @@ class _Cutter:
             for source, target in zip([home, *users], users, strict=False):
                 val = node.meta["val"]
                 assert isinstance(val, torch.Tensor), f"split_stages: the tuple {node.name} crosses a stage boundary"
-                edges.append(P2PEdge(node.name, source, target, has_gradient(node), (tuple(val.shape),), val.dtype))
+                edges.append(
+                    P2PEdge(node.name, source, target, self._comes_back(node, target), (tuple(val.shape),), val.dtype)
+                )
                 received[target].append(node)
             if users:
                 sent[home].append(node)
@@ -170,7 +187,8 @@ class _Cutter:
     def part(self, k: int) -> StageGraph:
         """The graph of one stage."""
         graph, copies = Graph(), dict[Node, Node]()
-        results = [*self.kept[k], *((n.name, "sent", n) for n in self.sent[k])]
+        kinds_of_sent = ((n.name, "sent" if self._comes_back(n, k + 1) else "output", n) for n in self.sent[k])
+        results = [*self.kept[k], *kinds_of_sent]
         own = [n for n in self.flow.main if self.part_of[n] == k]
         wanted = [*own, *(value for _, _, value in results)]
         inputs = self._inputs(k, wanted)

@@ -1,0 +1,301 @@
+"""What the names of sizes and arguments do not tell of a family: by its class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ResNetConfig
+
+RESNET = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
+
+
+def _resnet(*stages: str) -> ResNetConfig:
+    return ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], out_features=list(stages or ("stage4",))
+    )
+
+
+def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more}}
+
+
+SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "feature_size": 5}
+MORE: dict[str, dict[str, Any]] = {
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "XLNetLMHeadModel": {"d_head": 8, "n_head": 4, "d_model": 32},
+    "ChameleonForConditionalGeneration": {
+        "vocabulary_map": {"<image>": 50, **{f"IMGIMG{c}Z": 51 + i for i, c in enumerate("ABCDEFGH")}},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 8},
+    },
+    "DepthProForDepthEstimation": {
+        "patch_size": 32,
+        "scaled_images_ratios": [0.5, 1],
+        "scaled_images_overlap_ratios": [0.0, 0.25],
+        "scaled_images_feature_dims": [32, 32],
+        "intermediate_hook_ids": [1, 0],
+        "intermediate_feature_dims": [32, 32],
+        "image_model_config": {"image_size": 32, "patch_size": 8},
+        "patch_model_config": {"image_size": 32, "patch_size": 8},
+        "fov_model_config": {"image_size": 32, "patch_size": 8},
+    },
+    "KimiLinearForCausalLM": {
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "Siglip2ForImageClassification": {"vision_config": {"vision_use_head": True}},
+    "AlignModel": {"vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 80}},
+    "EfficientNetForImageClassification": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
+    "AutoformerForPrediction": {**SERIES, "label_length": 4, "moving_average": 5},
+    "BitForImageClassification": {"num_groups": 4, "embedding_size": 16},
+    "BltForCausalLM": {
+        "encoder_hash_byte_group_vocab": 50,
+        "patch_in_forward": False,
+        "encoder_config": {"hidden_size_global": 64},
+        "decoder_config": {"hidden_size_global": 64},
+        "global_config": {"hidden_size": 64},
+    },
+    "DFineForObjectDetection": {"decoder_attention_heads": 8, "encoder_attention_heads": 8},
+    "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "MimiModel": {"upsample_groups": 32},
+    "KyutaiSpeechToTextForConditionalGeneration": {"codec_config": {"upsample_groups": 32}},
+    "CsmForConditionalGeneration": {"codec_config": {"upsample_groups": 32}},
+    "PocketTTSAudioTokenizerModel": {"upsample_groups": 32},
+    "Emu3ForConditionalGeneration": {
+        "vocabulary_map": {"<image>": 50, "<|extra_200|>": 51, **{f"<|visual token {i:06d}|>": i for i in range(8)}}
+    },
+    "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 8}},
+    "Dots3NoteForConditionalGeneration": {"audio_config": {"adapter_in_dim": 32}},
+    "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 8}},
+    "CLIPSegForImageSegmentation": {"extract_layers": [0, 1]},
+    "SamHQModel": {
+        "prompt_encoder_config": {"hidden_size": 32},
+        "mask_decoder_config": {"hidden_size": 32},
+        "vision_config": {"output_channels": 32},
+    },
+    "PocketTTSForConditionalGeneration": {"flow_head_config": {"condition_dim": 32}},
+    "EfficientLoFTRForKeypointMatching": {
+        "out_features": [32, 32, 32],
+        "stage_num_blocks": [1, 1, 1],
+        "hidden_size": 32,
+    },
+    "Gemma4AssistantForCausalLM": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "JanusForConditionalGeneration": {
+        "vq_config": {"num_groups": 4, "base_channels": 32, "channel_multiplier": [1, 1]}
+    },
+    "ConditionalDetrForObjectDetection": {**RESNET, "backbone_config": _resnet()},
+    "DabDetrForObjectDetection": {**RESNET, "backbone_config": _resnet()},
+    "TableTransformerForObjectDetection": {**RESNET, "backbone_config": _resnet()},
+    "DeformableDetrForObjectDetection": {**RESNET, "backbone_config": _resnet("stage2", "stage3", "stage4")},
+    "DbrxForCausalLM": {
+        "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "hidden_size": 32},
+    },
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "Dots1ForCausalLM": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "Glm46VForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
+    "Glm4vForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
+    "GlmOcrForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
+    "GlmImageForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
+    "Glm4vMoeForConditionalGeneration": {"text_config": _rotary(1, 1, 0, partial_rotary_factor=0.5)},
+    "Qwen2_5_VLForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
+    "HieraForPreTraining": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 2},
+    "InformerForPrediction": {**SERIES},
+    "TimeSeriesTransformerForPrediction": {**SERIES},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "NemotronForCausalLM": {"num_key_value_heads": 2},
+    "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
+    "Gemma4ForConditionalGeneration": {
+        "text_config": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+    },
+    "NeoMMEForMaskedLM": {"text_config": {"head_dim": 16}, "head_dim": 16},
+    "Granite4VisionForConditionalGeneration": {"deepstack_layer_map": [[-1, 0]]},
+    "MusicgenForConditionalGeneration": {"decoder": {"decoder_start_token_id": 0, "pad_token_id": 0}},
+    "MusicgenMelodyForConditionalGeneration": {"decoder": {"decoder_start_token_id": 0, "pad_token_id": 0}},
+    "SwinForImageClassification": {"window_size": 2, "image_size": 64},
+    "ClapModel": {
+        "audio_config": {
+            "spec_size": 64,
+            "num_mel_bins": 16,
+            "window_size": 4,
+            "patch_embeds_hidden_size": 16,
+            "hidden_size": 128,
+            "num_attention_heads": [2, 2, 4, 4],
+            "depths": [1, 1, 1, 1],
+        }
+    },
+    "PerceiverForMaskedLM": {"d_model": 32, "d_latents": 32, "num_latents": 8, "qk_channels": 32, "v_channels": 32},
+    "CohereCompassForConditionalGeneration": {
+        "text_config": {
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+            "layer_types": ["full_attention"] * 2,
+        }
+    },
+    "BridgeTowerForMaskedLM": {"num_attention_heads": 4, "vision_config": {"hidden_size": 64}, "text_config": {}},
+    "ReformerForMaskedLM": {
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [2, 4],
+        "hidden_size": 32,
+        "attention_head_size": 8,
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+        "feed_forward_size": 64,
+        "is_decoder": False,
+        "num_hashes": 1,
+        "num_buckets": 2,
+    },
+    "ShieldGemma2ForImageClassification": {
+        "vision_config": {"image_size": 64, "patch_size": 16},
+        "mm_tokens_per_image": 4,
+    },
+    "DiffusionGemmaForBlockDiffusion": {
+        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    },
+}
+
+
+def _draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+Batch = dict[str, Any]
+# Arguments that the signature does not tell, by class.
+ALSO: dict[str, Any] = {
+    "LxmertForPreTraining": lambda model, b: {
+        "visual_feats": _draw(4, 5, model.config.visual_feat_dim),
+        "visual_pos": _draw(4, 5, model.config.visual_pos_dim),
+    },
+    "ClapModel": lambda model, b: {
+        "input_features": _draw(4, 1, 64, 16),
+        "is_longer": torch.zeros(4, 1, dtype=torch.bool),
+        "return_loss": True,
+    },
+    "InstructBlipVideoForConditionalGeneration": lambda model, b: {
+        "pixel_values": _draw(4, 2, *b["pixel_values"].shape[1:])
+    },
+    "MoonshineForConditionalGeneration": lambda model, b: {"input_values": _draw(4, 8000)},
+    "SplinterForPreTraining": lambda model, b: {
+        "question_positions": torch.arange(8).reshape(4, 2),
+        "start_positions": torch.arange(8).reshape(4, 2) % 7,
+        "end_positions": torch.arange(8).reshape(4, 2) % 5,
+    },
+    "SuperGlueForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 1, 32, 32)},
+    "IdeficsForVisionText2Text": lambda model, b: {
+        "pixel_values": b["pixel_values"][:, None],
+        "attention_mask": torch.ones_like(b["input_ids"]),
+        "image_attention_mask": torch.ones(4, b["input_ids"].shape[1], 1, dtype=torch.int64),
+    },
+    "XCLIPModel": lambda model, b: {"pixel_values": _draw(4, 8, *b["pixel_values"].shape[1:])},
+    "LightGlueForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 3, 32, 32)},
+    "EfficientLoFTRForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 3, 64, 64)},
+    "FastSpeech2ConformerModel": lambda model, b: {
+        "spectrogram_labels": _draw(4, 16, model.config.num_mel_bins),
+        "duration_labels": torch.full((4, 8), 2),
+        "pitch_labels": _draw(4, 8, 1),
+        "energy_labels": _draw(4, 8, 1),
+    },
+    "PPOCRV5MobileRecForTextRecognition": lambda model, b: {"pixel_values": _draw(4, 3, 48, 160)},
+    "PPOCRV6SmallRecForTextRecognition": lambda model, b: {"pixel_values": _draw(4, 3, 48, 160)},
+    "GraniteSpeech5ForCTC": lambda model, b: {"input_features": _draw(4, 32, model.config.encoder_config.input_dim)},
+}
+# Families of which another class is the one to train.
+CLASS = {
+    "seamless_m4t": "SeamlessM4TForTextToText",
+    "seamless_m4t_v2": "SeamlessM4Tv2ForTextToText",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "bark": "BarkSemanticModel",
+    "gemma3n": "Gemma3nForCausalLM",
+    "perceiver": "PerceiverForMaskedLM",
+}
+# Families without a small model here, and why.
+_TIMM, _INPUTS = "needs timm", "its inputs are not derived from its signature"
+_SIZES = "its sizes depend on one another in ways that names do not tell"
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "edgetam",
+            "fast_vlm",
+            "omdet_turbo",
+            "pe_audio_video",
+            "pe_video",
+            "perception_lm",
+            "timm_backbone",
+            "timm_wrapper",
+        ),
+        _TIMM,
+    ),
+    "dinat": "needs natten",
+    "layoutlmv2": "needs detectron2",
+    **dict.fromkeys(
+        (
+            "blip_2",
+            "instructblip",
+            "instructblipvideo",
+            "jev",
+            "kimi_k25",
+            "molmo2",
+            "muse_glimmer_assistant",
+            "musicgen",
+            "musicgen_melody",
+            "neucodec",
+            "perceiver",
+            "pi0",
+            "rag",
+            "sam3_tracker_video",
+            "sam3_video",
+            "seggpt",
+            "speech_encoder_decoder",
+            "timesfm2_5",
+            "xcodec2",
+            "clvp",
+            "csm",
+            "kyutai_speech_to_text",
+            "encoder_decoder",
+            "vision_encoder_decoder",
+        ),
+        _INPUTS,
+    ),
+    **dict.fromkeys(
+        (
+            "blt",
+            "clap",
+            "d_fine",
+            "deepseek_ocr2",
+            "deimv2",
+            "dots3_note",
+            "edgetam_video",
+            "emu3",
+            "esmfold2",
+            "gemma3n",
+            "gemma4_assistant",
+            "gemma4_unified_assistant",
+            "granite4_vision",
+            "align",
+            "mistral_large4",
+            "muse_spark",
+            "neomme",
+            "rt_detr",
+            "rt_detr_v2",
+            "sam2",
+            "sam2_video",
+            "sam3_tracker",
+            "sam_hq",
+            "sapiens2",
+            "vibevoice",
+            "vibevoice_asr",
+            "vitmatte",
+            "vision_text_dual_encoder",
+            "efficientloftr",
+            "pp_ocrv5_server_det",
+            "pp_ocrv6_medium_det",
+            "pp_doclayout_v2",
+            "pp_doclayout_v3",
+            "pp_doclayout_v4",
+        ),
+        _SIZES,
+    ),
+}
