@@ -201,13 +201,14 @@ class CostedModel:
         if dense:
             placement = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
         mesh = placement.mesh
+        how = placement.options, like, entries != self._samples(self._unlike)[-1]
         if not apart:
-            return _Short(entries, self._compiled(entries, rows * mesh.data_size, mesh, placement.options, like), False)
+            return _Short(entries, self._compiled(entries, rows * mesh.data_size, mesh, *how), False)
         # To layers without experts, ranks of ep are data parallel: any number costs the same but for sums of gradients
         key = entries, rows, placement, like is None
         if key not in self._dense:
             mesh = Mesh.of(dp=2, **mesh.sizes)
-            self._dense[key] = self._compiled(entries, rows * mesh.data_size, mesh, placement.options, like)
+            self._dense[key] = self._compiled(entries, rows * mesh.data_size, mesh, *how)
         return _Short(entries, self._dense[key], True)
 
     def _has_experts(self, entries: Entries) -> bool:
@@ -220,16 +221,17 @@ class CostedModel:
 
     @compiling
     def _compiled(
-        self, entries: Entries, rows: int, mesh: Mesh, options: Options, like: Plan | None = None
+        self, entries: Entries, rows: int, mesh: Mesh, options: Options, like: Plan | None = None, draft: bool = True
     ) -> Compiled:
+        """draft: calls stay in the order of the model, as only the peak of the largest sample counts."""
         options = replace(options, documents=self.documents)
         if "tp" in mesh.sizes:  # chunks, whose number depends on sizes, would not compare
             options = replace(options, async_tp=False)
-        key = entries, rows, mesh, replace(options, activation_checkpoint="", loss_chunks=0), like is None
+        key = entries, rows, mesh, replace(options, activation_checkpoint="", loss_chunks=0), like is None, draft
         if key not in self._partitioned:
             gm = copy_graph(self._captured(entries, rows, options))
             plan = None if like is None else _plan_like(like, copy_graph(gm), mesh, options)
-            ctx = Compilation(mesh.with_microbatches(options.all_microbatches), checks=False)
+            ctx = Compilation(mesh.with_microbatches(options.all_microbatches), checks=False, draft=draft)
             self._partitioned[key] = PartitionedModel(gm, mesh, options, ctx, plan=plan, outputs=())
         return self._partitioned[key].compiled(options)
 
