@@ -1,4 +1,4 @@
-"""Which layers the parts of a pipeline have, and which ranks run them. Loads no torch."""
+"""Which layers the stages of a pipeline have, and which ranks run them. Loads no torch."""
 
 from __future__ import annotations
 

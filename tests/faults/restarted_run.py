@@ -3,7 +3,7 @@
     torchrun --max-restarts 3 --nproc-per-node 2 tests/faults/restarted_run.py FOLDER SEED FAULTS PAUSE WHERE WAYS
 
 In each of the first FAULTS attempts one rank comes to grief after a drawn number of calls within autopar, in one of the
-WAYS: a signal, or CABLE, for which it waits until FOLDER/fault-N has a second line, by whoever has pulled the cable.
+WAYS: a signal, or CABLE, for which it waits until FOLDER/fault-N has a second line, by the caller who pulled it.
 Rank 0 writes each loss, and when each attempt met and resumed, to FOLDER/losses. WHERE it saves each step: disk, or
 memory.
 """

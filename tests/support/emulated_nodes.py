@@ -2,7 +2,7 @@
 
     with emulated_nodes(2) as nodes:
         nodes[0].start(["torchrun", "--rdzv-endpoint", "node-0:29400", ...], environment, log)
-        nodes[1].cut()      # its cable is pulled: no process is told, and what is sent does not arrive
+        nodes[1].cut()      # its cable is pulled: no process is notified, and what is sent does not arrive
         nodes[1].mend()
         nodes[1].deafen()   # what others send to it is lost, what it sends arrives
         nodes[1].power_off()
@@ -109,7 +109,7 @@ class Node:
 
     def deafen(self) -> None:
         """Lose all that is sent to this node: no packet fits into a bucket of ten bytes. At the bridge, since a sender
-        is told of packets that its own queue loses, and gives up sooner."""
+        is notified of packets that its own queue loses, and gives up sooner."""
         self._queue("tbf", "rate", "1kbit", "burst", "10", "limit", "10")
 
     def mend(self) -> None:
@@ -121,7 +121,7 @@ class Node:
         self._bridge.run("tc", "qdisc", "replace", "dev", self._port, "root", *kind)
 
     def power_off(self) -> None:
-        """End it at once; nobody is told."""
+        """End it at once; no process is notified."""
         self._bridge.run("ip", "link", "delete", self._port)
         self._own.end()
 
