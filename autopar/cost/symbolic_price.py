@@ -75,7 +75,7 @@ def symbolic_price(
 class _Symbolic(LayoutPricing):
     def __init__(self, layout: Layout, costs: Mapping[int, ModelCosts], device: Device, links: Links) -> None:
         self.lengths = sorted(costs)[:LENGTHS]
-        of_any = of_any_length({seq: costs[seq] for seq in self.lengths})
+        of_any = _of_any_length({seq: costs[seq] for seq in self.lengths})
         super().__init__(layout, of_any, device, links, simulated=False, known={})
         self.microbatches = BATCH / (layout.data_size * layout.micro_batch)
 
@@ -107,7 +107,7 @@ def kinds_of_work(costs: ModelCosts) -> object:
     return tuple((w.products[:, 0].tobytes(), w.attention[:, 0].tobytes(), tuple(w.sent)) for w in works)
 
 
-def of_any_length(costs: Mapping[int, ModelCosts]) -> ModelCosts:
+def _of_any_length(costs: Mapping[int, ModelCosts]) -> ModelCosts:
     """Costs whose numbers are the quadratics through those at three lengths."""
     found: ModelCosts = _through([*costs], [*costs.values()])
     return found
