@@ -34,6 +34,7 @@ from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.foreach import ONE_BY_ONE
 from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.grad_fn_paths import followed_paths
+from autopar.capture.branches.buffer_values import BufferValues
 from autopar.capture.branches.state_numbers import IntCalls
 from autopar.capture.custom_autograd.missing_fakes import with_fake
 from autopar.capture.flex.stand_ins import attentions_as_operators, refuse_block_mask
@@ -253,17 +254,18 @@ def capture(
     Raises ValueError that names the line that cannot be captured, and why.
     """
     how = (train, lift_to_float64, autocast, precision or Precision(), grad_mode)
-    calls = IntCalls()
+    calls, buffers = IntCalls(), BufferValues(model)
     while True:
         try:
             for blocks in (True, False) if memo else (False,):
                 with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
-                    gm = _captured(model, batch, *how, blocks, left, sizes, calls)
+                    gm = _captured(model, batch, *how, blocks, left, sizes, calls, buffers)
                     break
             gm.meta["kept"] = left.taken_back
-            return gm
+            if not buffers.leave(s.name for s in gm.meta["signature"].outputs if s.kind == "mutation"):
+                return gm
         except ValueError:
-            if not calls.new:
+            if not calls.new and not buffers.again():
                 raise
 
 
@@ -296,6 +298,7 @@ def _captured(
     left: Leftovers,
     sizes: SizeLog | None,
     calls: IntCalls,
+    values: BufferValues,
 ) -> GraphModule:
     adapter, mode = adapter_for(model), new_mode()
     replica, arguments = _prepared(model, batch, train, precision, mode)
@@ -318,7 +321,9 @@ def _captured(
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
         left.watch(replica, model)
-        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note, with_fake, calls))
+        watch = stack.enter_context(
+            FunctionWatch(replica, owned_by(model), _INSTEAD, left.note, with_fake, calls, values)
+        )
         stack.enter_context(calls.replaced(watch.numbers))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
@@ -346,7 +351,8 @@ def _captured(
     for text in watch.outside.said():
         warn_of(text, stacklevel=3)
     unkept = attributes_of(replica, changed)
-    gm = _finish(program, replica, arguments, buffers, unkept, left.kept, watch.asks_grad_mode)
+    facts = {"unkept": tuple(unkept), "memos": tuple(left.kept.items()), "values": tuple(values.asked.items())}
+    gm = _finish(program, replica, arguments, buffers, asks_grad_mode=watch.asks_grad_mode, **facts)
     if grad_mode == "grad":
         refuse_other_gradients(gm, watch.gradients)
         refuse_writes_again(gm)
@@ -443,10 +449,9 @@ def _finish(
     replica: nn.Module,
     arguments: Mapping[str, Any],
     buffers: BufferWatch,
-    unkept: Sequence[tuple[str, str]],
-    memos: Mapping[str, str],
-    asks_grad_mode: bool,
+    **facts: Any,
 ) -> GraphModule:
+    """The graph of a program. ``facts``: further ones of its signature."""
     graph = program.graph_module.graph
     leaf_paths = [path for path, _ in paths(arguments)]
     inputs = specs_of_inputs(program, replica, leaf_paths)
@@ -469,12 +474,10 @@ def _finish(
         tuple(made.outputs),
         made.spec,
         tuple(made.leaves),
-        asks_grad_mode,
-        tuple(buffers.assigned),
-        read,
-        tuple(unkept),
-        read_again(graph, kept),
-        tuple(memos.items()),
+        assigned=tuple(buffers.assigned),
+        differentiated=read,
+        recomputed=read_again(graph, kept),
+        **facts,
     )
     check_contained(gm)
     constants = {spec.name for spec in kept if spec.kind == "constant"}

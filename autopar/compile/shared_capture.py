@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.adapters.dispatch import modes_around
+from autopar.capture.branches.buffer_values import has_bytes
 from autopar.capture.front_end import capture
 from autopar.ir.batch import facts_of
 from autopar.ir.graph import copy_graph
@@ -40,7 +41,11 @@ class SharedCapture:
         """The kept graph, or a new capture; nothing is kept afterwards."""
         kept, facts = self._graph, self._facts
         self.forget()
-        return kept if kept is not None and facts == _seen(batch, **how) else capture(model, batch, **how)
+        if kept is not None and facts == _seen(batch, **how):
+            held = dict(model.named_buffers(remove_duplicate=False))
+            if all(has_bytes(held.get(name), text) for name, text in kept.meta["signature"].values):
+                return kept
+        return capture(model, batch, **how)
 
     def forget(self) -> None:
         """Free the kept graph."""

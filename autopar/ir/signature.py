@@ -53,7 +53,8 @@ class Signature:
     they required one. unkept: (path of a module, attribute) that the forward sets besides buffers, which steps do not
     set. recomputed: parameters, buffers and constants that the forward reads within `torch.utils.checkpoint`, whose
     backward reads them a second time; None: there is no checkpoint. memos: (where, value as text) that the forward
-    stores where nothing was, and may use in its next call."""
+    stores where nothing was, and may use in its next call. values: (buffer, its bytes in hexadecimal digits) of those
+    whose values the forward has read."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
@@ -66,6 +67,7 @@ class Signature:
     unkept: tuple[tuple[str, str], ...] = ()
     recomputed: tuple[str, ...] | None = None
     memos: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Flat "output" values (tensors or anything else) -> the user's structure, with None and constant leaves."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from autopar.capture.front_end import ADAPTERS, GenerationFacts
@@ -69,6 +71,11 @@ def attention_forward(
     borders = unused.get("cu_seq_lens_q")
     if borders is not None and borders.dim() == 2:  # of rows of images (`models.hf_images`)
         return _attention_in_rows(query, key, value, borders, dropout, scaling)
+    if lost := next((name for name, x in unused.items() if isinstance(x, Tensor) and x.requires_grad), None):
+        raise ValueError(
+            f"capture: {type(module).__name__} gives its attention a differentiable {lost}, which transformers' own do "
+            "not know; name its attention function ..._attention_forward with this parameter, or pass position_bias"
+        )
     query = query.expand(max(query.shape[0], key.shape[0]), -1, -1, -1)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -156,12 +163,13 @@ class TransformersAdapter:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Select our implementations in all configs of the copy, and for experts without one; disable caches."""
-        looked_up = {type(c) for m in model.modules() if (c := _config(m)) is not None and _looks_attention_up(m)}
-        for module in model.modules():
-            config = _config(module)
-            if config is not None:
-                own = {type(config), type(_of_text(config))}
-                _configure(config, not looked_up.isdisjoint(own) if looked_up else _registered(module))
+        configured = [(m, c) for m in model.modules() if (c := _config(m)) is not None]
+        looked_up = {type(c) for m, c in configured if _looks_attention_up(m)}
+        theirs = {type(c) for m, c in configured if _takes_more_than_ours(m)}
+        for module, config in configured:
+            own = {type(config), type(_of_text(config))}
+            ours = not looked_up.isdisjoint(own) if looked_up else _registered(module)
+            _configure(config, ours and theirs.isdisjoint(own))
         dispatch_own_experts(model)
         return model
 
@@ -301,11 +309,28 @@ def _looks_attention_up(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def _takes_more_than_ours(module: nn.Module) -> bool:
+    """Whether a forward may give arguments to its attention that ours does not know and would leave out."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = [n for n in code.co_names if n.endswith("attention_forward")] if code is not None else []
+    attentions = [vars(sys.modules[type(module).__module__]).get(name) for name in names]
+    return any(inspect.signature(f).parameters.keys() - _KNOWN for f in attentions if inspect.isfunction(f))
+
+
+def _is_users(table: Mapping[str, Any], name: str | None) -> bool:
+    """Whether user code has registered an attention, or experts, of this name, which may compute something else."""
+    found = table.get(name) if name is not None and "/" not in name else None  # "/": kernels of the hub
+    place = getattr(found.func if isinstance(found, functools.partial) else found, "__module__", "")
+    return found is not None and place.partition(".")[0] not in ("transformers", "autopar")
+
+
 def _configure(config: Any, registered: bool) -> None:
-    if registered and config._attn_implementation_internal != NAME:
+    attention, experts = config._attn_implementation_internal, getattr(config, "_experts_implementation_internal", None)
+    if registered and attention != NAME and not _is_users(ALL_ATTENTION_FUNCTIONS, attention):
         setattr(config, OWN_MASKS, config._attn_implementation_internal)
         config._attn_implementation_internal = NAME
-    config._experts_implementation_internal = NAME
+    if not _is_users(ALL_EXPERTS_FUNCTIONS, experts):
+        config._experts_implementation_internal = NAME
     if hasattr(config, "use_cache"):
         config.use_cache = False
     config.return_dict = True
@@ -315,8 +340,9 @@ def _configure(config: Any, registered: bool) -> None:
 def exact_experts(model: nn.Module) -> Iterator[None]:
     """Context manager: the user's model runs its experts one by one, as plain products, for an exact reference run:
     transformers' default kernel does not support float64."""
-    configs = {id(c): c for m in model.modules() if (c := _config(m)) is not None}
-    before = {key: getattr(c, "_experts_implementation_internal", None) for key, c in configs.items()}
+    found = {id(c): c for m in model.modules() if (c := _config(m)) is not None}
+    before = {key: getattr(c, "_experts_implementation_internal", None) for key, c in found.items()}
+    configs = {key: c for key, c in found.items() if not _is_users(ALL_EXPERTS_FUNCTIONS, before[key])}
     for config in configs.values():
         config._experts_implementation_internal = "eager"
     try:
@@ -324,6 +350,9 @@ def exact_experts(model: nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._experts_implementation_internal = before[key]
+
+
+_KNOWN = {*inspect.signature(attention_forward).parameters, "sliding_window", "kwargs"}  # of the window, masks know
 
 
 class _NoModel(nn.Module):

@@ -30,6 +30,8 @@ from autopar.models.hf_versions import renumbers_positions
 
 # Files whose forwards slice a mask that they have not made where they are traced.
 _MASK_UNLESS_TRACED = (
+    "transformers.models.longt5.modeling_longt5",
+    "transformers.models.pop2piano.modeling_pop2piano",
     "transformers.models.switch_transformers.modeling_switch_transformers",
     "transformers.models.udop.modeling_udop",
 )

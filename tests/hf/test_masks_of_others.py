@@ -149,3 +149,77 @@ def test_without_a_mask_only_sdpa_asks_the_module(attention: str) -> None:
     model = Unmasked(config).double()
     assert check_model(model, batch, Mesh.of(dp=2)).worst < 1e-10
     assert causal(model, batch) == [attention == "sdpa"]
+
+
+def sinks_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, sinks: Any = None
+) -> Any:
+    """Attention with one more logit for each query, which only absorbs probability: sinks [B, H, S, 1]."""
+    scores = query @ key.transpose(2, 3) * scaling
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (weights @ value).transpose(1, 2), None
+
+
+class Sinking(Seen):
+    """An attention with an argument that transformers' own do not know."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.sink = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, sinks_attention_forward)
+        return attend(self, q, k, v, None, scaling=0.3, sinks=self.sink(x).mT.unsqueeze(-1))[0].flatten(2)
+
+
+class SinkingOutOfSight(Sinking):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        return attend(self, q, k, v, None, scaling=0.3, sinks=self.sink(x).mT.unsqueeze(-1))[0].flatten(2)
+
+
+class Around(transformers.PreTrainedModel):
+    """A model of one attention. ``attention``: the implementation that is asked for."""
+
+    config_class = transformers.LlamaConfig
+
+    def __init__(self, kind: Any, attention: str) -> None:
+        super().__init__(transformers.LlamaConfig(**LLAMA))
+        self.config._attn_implementation_internal = attention
+        self.inner = kind(self.config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
+def test_attention_that_takes_more_than_ours_is_kept() -> None:
+    x = torch.randn(4, 8, 16, dtype=torch.float64)
+    assert check_model(Around(Sinking, "eager").double(), {"x": x}, Mesh.of(dp=2, tp=2)).worst < 1e-10
+    with pytest.raises(ValueError, match=r"capture: .*SinkingOutOfSight gives its attention a differentiable sinks"):
+        capture(Around(SinkingOutOfSight, "eager"), {"x": x.float()})
+
+
+def sigmoid_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> Any:
+    return ((query @ key.mT).sigmoid() @ value).transpose(1, 2), None
+
+
+def test_attention_that_a_user_has_registered_is_kept() -> None:
+    transformers.AttentionInterface.register("of a user", sigmoid_attention)
+    config = transformers.LlamaConfig(**{**LLAMA, "num_key_value_heads": 4})
+    config._attn_implementation = "of a user"
+    assert check_model(build("LlamaForCausalLM", config), text(8), Mesh.of(dp=2, tp=2)).worst < 1e-10
+
+
+def experts_of_a_user(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The mean of all experts, without activations."""
+    up, down = self.gate_up_proj.mean(0), self.down_proj.mean(0)
+    return (hidden_states @ up.T)[:, : down.shape[1]] @ down.T * top_k_weights.sum(-1, keepdim=True)
+
+
+def test_experts_that_a_user_has_registered_are_kept() -> None:
+    transformers.integrations.moe.ExpertsInterface.register("of a user", experts_of_a_user)
+    config = transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "of a user"
+    assert check_model(build("MixtralForCausalLM", config), text(8), Mesh.of(dp=2, tp=2)).worst < 1e-10

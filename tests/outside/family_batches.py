@@ -23,7 +23,7 @@ Batch = dict[str, Any]
 def batches(model: nn.Module) -> Iterator[Batch]:
     """Candidates, those with the most inputs first."""
     g, also = torch.Generator().manual_seed(0), ALSO.get(type(model).__name__)
-    for empty in example_batches(model):
+    for empty in example_batches(model) or [{}]:
         filled = {name: _filled(model, name, x, g) for name, x in empty.items()}
         if also is not None:
             yield {**filled, **also(model, filled)}

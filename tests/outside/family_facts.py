@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ResNetConfig
+from transformers import HGNetV2Config, ResNetConfig, RTDetrResNetConfig, Sam2HieraDetConfig, VitDetConfig
 
 RESNET = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
 
@@ -21,6 +21,72 @@ def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more}}
 
 
+def _detr(backbone: Any, *, heads: int = 4) -> dict[str, Any]:
+    """Sizes of a detector on the last three stages of a backbone with 16, 32 and 32 channels."""
+    return {
+        "backbone_config": backbone,
+        "encoder_in_channels": [16, 32, 32],
+        "decoder_in_channels": [32, 32, 32],
+        "encoder_hidden_dim": 32,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "num_denoising": 0,
+        **RESNET,
+    }
+
+
+_SMALL = {"depths": [1, 1, 1, 1], "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32]}
+_LAST = {**_SMALL, "out_features": ["stage2", "stage3", "stage4"]}
+_RT_RESNET = RTDetrResNetConfig(layer_type="basic", **_LAST)
+_HG_STAGES = {
+    "stem_channels": [3, 8, 16],
+    "stage_in_channels": [16, 16, 16, 32],
+    "stage_mid_channels": [8, 8, 8, 8],
+    "stage_out_channels": [16, 16, 32, 32],
+    "stage_num_blocks": [1, 1, 1, 1],
+    "stage_numb_of_layers": [2, 2, 2, 2],
+}
+_HGNET = HGNetV2Config(**_HG_STAGES, **_LAST)
+_HGNET_4 = HGNetV2Config(**_HG_STAGES, **_SMALL, out_features=["stage1", "stage2", "stage3", "stage4"])
+_INTRACLASS = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{
+        f"{name}_{part}ratio": [[height(n), width(n)], [1, 1], [height(n) // 2, width(n) // 2]]
+        for part, n in (("long", 7), ("mid", 5), ("short", 3))
+        for name, height, width in (
+            ("vertical_long_to_small_conv", int, lambda n: 1),
+            ("horizontal_small_to_long_conv", lambda n: 1, int),
+            ("symmetric_conv_long", int, int),
+        )
+    },
+}
+_OCR = {
+    "backbone_config": _HGNET_4,
+    "intraclass_block_config": _INTRACLASS,
+    "neck_out_channels": 32,
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+}
+_SAM2 = {
+    "vision_config": {
+        "backbone_config": Sam2HieraDetConfig(
+            hidden_size=16,
+            image_size=[128, 128],
+            blocks_per_stage=[1, 1, 1, 1],
+            embed_dim_per_stage=[16, 32, 32, 32],
+            num_attention_heads_per_stage=[1, 2, 2, 2],
+            window_size_per_stage=[4, 2, 2, 2],
+            global_attention_blocks=[2],
+            window_positional_embedding_background_size=[4, 4],
+        ),
+        "backbone_channel_list": [32, 32, 32, 16],
+        "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+        "fpn_hidden_size": 32,
+    },
+    "prompt_encoder_config": {"hidden_size": 32, "image_size": 128},
+    "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 4, "iou_head_hidden_dim": 32},
+}
 SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "feature_size": 5}
 MORE: dict[str, dict[str, Any]] = {
     "XmodForCausalLM": {"default_language": "en_XX"},
@@ -57,7 +123,41 @@ MORE: dict[str, dict[str, Any]] = {
         "decoder_config": {"hidden_size_global": 64},
         "global_config": {"hidden_size": 64},
     },
-    "DFineForObjectDetection": {"decoder_attention_heads": 8, "encoder_attention_heads": 8},
+    **dict.fromkeys(("RTDetrForObjectDetection", "RTDetrV2ForObjectDetection"), _detr(_RT_RESNET)),
+    **dict.fromkeys(
+        ("DFineForObjectDetection", "Deimv2ForObjectDetection", "PPDocLayoutV4ForObjectDetection"), _detr(_HGNET)
+    ),
+    "PPDocLayoutV2ForObjectDetection": {**_detr(_HGNET), "class_thresholds": [0.0, 0.0], "class_order": [0, 1]},
+    "PPDocLayoutV3ForObjectDetection": {**_detr(_HGNET_4), "x4_feat_dim": 16},
+    "PPOCRV5ServerDetForObjectDetection": _OCR,
+    "PPOCRV6MediumDetForObjectDetection": _OCR,
+    "Sam2Model": _SAM2,
+    "Sapiens2ForSemanticSegmentation": {
+        "head_config": {
+            "upsample_out_channels": [16, 16],
+            "upsample_kernel_sizes": [4, 4],
+            "conv_out_channels": [16],
+            "conv_kernel_sizes": [1],
+        },
+    },
+    "VitMatteForImageMatting": {
+        "backbone_config": VitDetConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=64,
+            pretrain_image_size=64,
+            window_size=2,
+            window_block_indices=[0],
+            residual_block_indices=[],
+            num_channels=4,
+            out_features=["stage2"],
+            use_relative_position_embeddings=True,
+        ),
+        "hidden_size": 32,
+        "convstream_hidden_sizes": [8, 16, 24],
+        "fusion_hidden_sizes": [32, 16, 8, 8],
+    },
     "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "MimiModel": {"upsample_groups": 32},
     "KyutaiSpeechToTextForConditionalGeneration": {"codec_config": {"upsample_groups": 32}},

@@ -93,7 +93,15 @@ def copy_with(model: nn.Module, tensors: Mapping[int, Tensor], shared: bool = Fa
     ``shared``: see `fake_deepcopy`."""
     made = _copied(model, tensors, shared=shared)
     _OWNED[made] = owned_by(model)
+    for buffer in model.buffers():
+        if (copied := tensors.get(id(buffer))) is not None and copied.is_meta:
+            _ORIGINALS[copied] = with_values(buffer)
     return made
+
+
+def with_values(buffer: Tensor) -> Tensor:
+    """A buffer, or for one on the meta device that a copy has, the original's."""
+    return _ORIGINALS.get(buffer, buffer)
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -219,6 +227,7 @@ def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 _OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # by skeleton: of its original model
+_ORIGINALS = WeakTensorKeyDictionary()  # buffers of skeletons -> those of the original model
 
 
 def owned_by(model: nn.Module) -> Owned:

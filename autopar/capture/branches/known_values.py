@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.dispatch import without_modes
+from autopar.capture.branches.buffer_values import BufferValues
 
 MOST = 2**22  # elements of a value that is folded
 REAL = (Tensor, nn.Parameter)
@@ -93,9 +94,10 @@ def count_answer() -> None:
 
 
 class KnownValues:
-    """The constant values of one traced forward."""
+    """The constant values of one traced forward. ``buffers``: those of its model."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: BufferValues) -> None:
+        self._buffers = buffers
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     # --- asking -------------------------------------------------------------------------------------------
@@ -167,7 +169,9 @@ class KnownValues:
         if is_real(x):
             return x
         origin = self._origins.get(x)
-        if origin is None or origin.version != x._version or _is_large(x):
+        if origin is None:
+            return self._buffers.value(x)
+        if origin.version != x._version or _is_large(x):
             return None
         if origin.value is None and origin.function is not None:
             origin.value = self._computed(origin)
@@ -259,7 +263,7 @@ class KnownValues:
 
     def _may_know(self, function: Any, operands: list[Tensor]) -> bool:
         needed = operands[1:] if function in _OF_SHAPES else operands
-        return all(is_real(x) or x in self._origins for x in needed)
+        return all(is_real(x) or x in self._origins or self._buffers.has(x) for x in needed)
 
 
 def is_real(x: Any) -> bool:

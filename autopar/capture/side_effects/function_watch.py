@@ -31,6 +31,7 @@ from autopar.adapters.copying.fake_deepcopy import path_of
 from autopar.adapters.grad_fn_paths import UNKNOWN, GradFnPaths, start_of
 from autopar.adapters.grad_mode import seen_inference
 from autopar.adapters.tensors.tags import ReplacedTensors
+from autopar.capture.branches.buffer_values import BufferValues
 from autopar.capture.branches.data_dependent_branches import answered
 from autopar.capture.branches.known_values import REAL, KnownValues, is_real
 from autopar.capture.branches.mask_indexing import MaskIndexing
@@ -72,6 +73,7 @@ class FunctionWatch(TorchFunctionMode):
         noted: Callable[[Any], None] = lambda _: None,
         before_call: Callable[..., None] = lambda *_: None,
         int_calls: IntCalls | None = None,
+        buffers: BufferValues | None = None,
     ) -> None:
         super().__init__()
         self._instead, self._noted, self._before_call = instead, noted, before_call
@@ -79,7 +81,8 @@ class FunctionWatch(TorchFunctionMode):
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
         self._trained: dict[str, bool] = {}  # parameter -> requires_grad before the forward
         self.outside = ExternalCalls(self.refuse)
-        self.known = KnownValues()
+        self._buffers = buffers or BufferValues(replica)
+        self.known = KnownValues(self._buffers)
         self.rows = MaskIndexing(self.refuse)
         self.replaced = ReplacedData(replica, self.refuse)
         self.numbers, self._int_calls = StateNumbers(replica, self.refuse), int_calls
@@ -159,6 +162,7 @@ class FunctionWatch(TorchFunctionMode):
     def _begins(self) -> None:
         self._tags.tag()
         self._trained = {name: x.requires_grad for name, x in self._replica.named_parameters()}
+        self._buffers.begin(self._replica)
         self.running = True
         self.outside.begin()
 

@@ -9,15 +9,17 @@ The identity of parameters does not count: a step accepts any with the same layo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, starmap
 from typing import Any
 
 from torch import nn
 
+from autopar.adapters.autograd import version_of
 from autopar.adapters.copying.fake import geometry_of
 from autopar.adapters.dtensor import as_plain, storage_of
 from autopar.adapters.hooks import hooks_of_all, hooks_so_far
+from autopar.capture.branches.buffer_values import has_bytes
 from autopar.capture.reads.forward_reads import HOOKS, NOT_PERSISTENT, ForwardReads
 from autopar.runtime.guards.tag_guards import TagGuards
 
@@ -47,6 +49,27 @@ class ModuleGuards:
         self._tags = TagGuards(root)
         self._buffer_facts = self._buffers_now()
         self._reads = ForwardReads(root, modes).guards
+        self._values: list[tuple[dict[str, Any], str, str]] = []  # (buffers of a module, name, bytes)
+        self._values_at: list[Any] = []
+
+    def note_values(self, values: Iterable[tuple[str, str]]) -> None:
+        """Guard the content of buffers: (name, its bytes), as `Signature.values`."""
+        places = ((*name.rpartition("."), text) for name, text in values)
+        self._values = [(self._root.get_submodule(path)._buffers, name, text) for path, _, name, text in places]
+        self._values_at = self._versions_now()
+
+    def _versions_now(self) -> list[Any]:
+        held = (buffers[name] for buffers, name, _ in self._values)
+        return [(id(x), storage_of(x), version_of(x)) for x in held]
+
+    def _same_values(self) -> bool:
+        """Compares the content of buffers that were written to, or replaced."""
+        if not self._values or (now := self._versions_now()) == self._values_at:
+            return True
+        if not all(has_bytes(buffers[name], text) for buffers, name, text in self._values):
+            return False
+        self._values_at = now
+        return True
 
     @property
     def guards(self) -> int:
@@ -62,6 +85,7 @@ class ModuleGuards:
                 and self._persistence == self._persistence_then
                 and self._facts_now() == self._facts
                 and self._buffers_now() == self._buffer_facts
+                and self._same_values()
                 and self._tags.holds()
                 and self._reads.holds()
             )
@@ -84,6 +108,8 @@ class ModuleGuards:
 
     def changed(self) -> str:
         """Names the first value that has changed, for an error or a warning."""
+        if not self._same_values():
+            return "the value of a buffer that the forward branches on"
         found = next(iter(self._reads.changed()), None)
         return str(found) if found is not None else "a hook, a module, a buffer or requires_grad"
 

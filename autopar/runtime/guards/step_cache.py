@@ -276,6 +276,7 @@ class StepCache:
         all_alike(self._groups, "the lowered step")  # wait for slow lowering (inductor) here, not in a collective
         if not watch.holds():  # tracing has changed the modules itself, and the user was warned
             watch = ModuleGuards(self._tree.root, modes=modes)
+        watch.note_values(compiled.signature.values)
         if kind.train and not kind.cotangents and self.ahead is not None:
             self.ahead(structure, shapes_of(batch), how)
         return _CachedStep(runner, watch, structure, shapes_of(batch), how)
