@@ -82,7 +82,7 @@ def attention_forward(
         was_eager = getattr(_config(module), OWN_MASKS, None) == "eager"
         facts = MaskFacts(causal=bool(causal) and query.shape[2] > 1 and not was_eager)
     elif isinstance(attention_mask, MaskFacts):
-        facts = _as_without(attention_mask, getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        facts = _as_without(attention_mask, getattr(module, "is_causal", True if is_causal is None else is_causal))
     else:
         facts = MaskFacts(tensor=attention_mask)
     bias = _bias(facts.tensor, position_bias, query)

@@ -136,15 +136,17 @@ def mask_facts(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     **others: Any,
-) -> MaskFacts:
-    """transformers' mask interface. ``attention_mask``: bool [B, Sk], True = a token, False = padding."""
+) -> MaskFacts | None:
+    """transformers' mask interface. ``attention_mask``: bool [B, Sk], True = a token, False = padding. None where
+    transformers gives none, for any tokens: modules ask whether they got one."""
     eager = getattr(others.get("config"), OWN_MASKS, None) == "eager"
     left_out = not eager and q_length == kv_length  # what else there may be makes another pattern
+    none_for_all = bool(others.get("allow_is_bidirectional_skip"))
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if _indexes(mask_function):
         others["use_vmap"] = False  # its indices broadcast
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    own, plain = (
+    own, as_bool = (
         cast(Callable[[], Tensor], functools.partial(made, *sizes, mask_function, attention_mask, **others))
         for made in (masking_utils.eager_mask if eager else masking_utils.sdpa_mask, masking_utils.sdpa_mask)
     )
@@ -153,7 +155,7 @@ def mask_facts(
             raise _Unknown
         facts = _Reader(batch_size, kv_length, attention_mask is not None).facts(mask_function)
     except _Unknown:
-        return MaskFacts(tensor=plain(), make=own)
+        return MaskFacts(tensor=as_bool(), make=own)
     if attention_mask is not None:
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, 0)
         assert padded is not None
@@ -161,7 +163,10 @@ def mask_facts(
     longest = max(q_length, kv_length)
     window = facts.window if facts.window < longest else 0
     chunk = facts.chunk if facts.chunk < longest else 0
-    left_out = left_out and not (window or chunk or facts.segments is not None)
+    plain = not (window or chunk or facts.segments is not None)
+    left_out = left_out and plain
+    if attention_mask is None and q_length > 1 and (left_out if facts.causal else plain and none_for_all):
+        return None
     return replace(facts, window=window, chunk=chunk, left_out=left_out, make=own)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -223,3 +224,38 @@ def test_experts_that_a_user_has_registered_are_kept() -> None:
     config = transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
     config._experts_implementation = "of a user"
     assert check_model(build("MixtralForCausalLM", config), text(8), Mesh.of(dp=2, tp=2)).worst < 1e-10
+
+
+class Asking(Seen):
+    """An attention that is causal if it got no mask, as Moonshine's."""
+
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        return attend(self, q, k, v, mask, scaling=0.3, is_causal=mask is None)[0].flatten(2)
+
+
+class Masked(Unmasked):
+    """``made``: the function that makes its mask. ``kept``: 1 for tokens, 0 for padding."""
+
+    def __init__(self, config: Any, made: Any) -> None:
+        super().__init__(config)
+        self.seen, self.made = Asking(config), made
+
+    def forward(self, x: Tensor, kept: Tensor | None = None) -> dict[str, Tensor]:
+        mask = self.made(self.config, x, kept)
+        return {"loss": (self.seen(x, mask) ** 2).mean()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("made", [masking_utils.create_causal_mask, masking_utils.create_bidirectional_mask])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_module_that_asks_whether_it_got_a_mask(made: Any, attention: str, padded: bool) -> None:
+    config = transformers.GemmaConfig(num_hidden_layers=1)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(2, 5, 16, dtype=torch.float64)}
+    if padded:
+        batch["kept"] = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    model = Masked(config, functools.partial(made, past_key_values=None) if "causal" in made.__name__ else made)
+    assert check_model(model.double(), batch, Mesh.of(dp=2)).worst < 1e-10

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import HGNetV2Config, ResNetConfig, RTDetrResNetConfig, Sam2HieraDetConfig, VitDetConfig
+from transformers import (
+    BartConfig, BertConfig, HGNetV2Config, LwDetrViTConfig, ResNetConfig, RTDetrResNetConfig, Sam2HieraDetConfig,
+    VitDetConfig, ViTConfig,
+)  # fmt: skip
 
 RESNET = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
 
@@ -87,6 +90,24 @@ _SAM2 = {
     "prompt_encoder_config": {"hidden_size": 32, "image_size": 128},
     "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 4, "iou_head_hidden_dim": 32},
 }
+_MIMI = {
+    "upsample_groups": 32,
+    "num_filters": 8,
+    "codebook_size": 32,
+    "codebook_dim": 32,
+    "vector_quantization_hidden_dimension": 32,
+    "num_quantizers": 4,
+}
+_TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "feature_size": 5}
 MORE: dict[str, dict[str, Any]] = {
     "XmodForCausalLM": {"default_language": "en_XX"},
@@ -132,6 +153,66 @@ MORE: dict[str, dict[str, Any]] = {
     "PPOCRV5ServerDetForObjectDetection": _OCR,
     "PPOCRV6MediumDetForObjectDetection": _OCR,
     "Sam2Model": _SAM2,
+    "LwDetrForObjectDetection": {
+        "backbone_config": LwDetrViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=64,
+            pretrain_image_size=64,
+            window_block_indices=[0],
+            num_windows=4,
+            out_features=["stage1", "stage2"],
+        ),
+        "projector_scale_factors": [1.0],
+        "decoder_self_attention_heads": 4,
+        "decoder_cross_attention_heads": 4,
+        "group_detr": 2,
+    },
+    "Blip2ForConditionalGeneration": {"image_token_index": 50},
+    "InstructBlipForConditionalGeneration": {"image_token_index": 50},
+    "InstructBlipVideoForConditionalGeneration": {"video_token_index": 50},
+    "SegGptForImageSegmentation": {
+        "image_size": [64, 32],
+        "pretrain_image_size": 32,
+        "intermediate_hidden_state_indices": [0, 1],
+        "merge_index": 0,
+    },
+    "TimesFm2_5ModelForPrediction": {
+        "patch_length": 4,
+        "context_length": 16,
+        "horizon_length": 8,
+        "output_quantile_len": 8,
+        "num_key_value_heads": 4,
+    },
+    "VisionEncoderDecoderModel": {
+        "encoder": ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8),
+        "decoder": BertConfig(**_TEXT, is_decoder=True, add_cross_attention=True),
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+    "VisionTextDualEncoderModel": {
+        "vision_config": ViTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+        ),
+        "text_config": BertConfig(**_TEXT),
+    },
+    "RagTokenForGeneration": {
+        "question_encoder": BertConfig(**_TEXT),
+        "generator": BartConfig(
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_position_embeddings=64,
+            dropout=0.0,
+        ),
+        "n_docs": 2,
+    },
     "Sapiens2ForSemanticSegmentation": {
         "head_config": {
             "upsample_out_channels": [16, 16],
@@ -159,9 +240,13 @@ MORE: dict[str, dict[str, Any]] = {
         "fusion_hidden_sizes": [32, 16, 8, 8],
     },
     "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
-    "MimiModel": {"upsample_groups": 32},
-    "KyutaiSpeechToTextForConditionalGeneration": {"codec_config": {"upsample_groups": 32}},
-    "CsmForConditionalGeneration": {"codec_config": {"upsample_groups": 32}},
+    "MimiModel": {**_MIMI},
+    "KyutaiSpeechToTextForConditionalGeneration": {"codec_config": {**_MIMI}, "num_codebooks": 4},
+    "CsmForConditionalGeneration": {
+        "codec_config": {**_MIMI},
+        "num_codebooks": 4,
+        "depth_decoder_config": {"num_codebooks": 4, "backbone_hidden_size": 32},
+    },
     "PocketTTSAudioTokenizerModel": {"upsample_groups": 32},
     "Emu3ForConditionalGeneration": {
         "vocabulary_map": {"<image>": 50, "<|extra_200|>": 51, **{f"<|visual token {i:06d}|>": i for i in range(8)}}
@@ -262,6 +347,10 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
+def _ids(*shape: int) -> Tensor:
+    return torch.randint(3, 30, shape, generator=torch.Generator().manual_seed(3))
+
+
 Batch = dict[str, Any]
 # Arguments that the signature does not tell, by class.
 ALSO: dict[str, Any] = {
@@ -298,9 +387,59 @@ ALSO: dict[str, Any] = {
         "pitch_labels": _draw(4, 8, 1),
         "energy_labels": _draw(4, 8, 1),
     },
+    "SegGptForImageSegmentation": lambda model, b: {
+        "pixel_values": _draw(4, 3, 32, 32),
+        "prompt_pixel_values": _draw(4, 3, 32, 32),
+        "prompt_masks": _draw(4, 3, 32, 32),
+        "labels": _draw(4, 3, 32, 32),
+    },
+    "TimesFm2_5ModelForPrediction": lambda model, b: {"past_values": _draw(4, 16), "future_values": _draw(4, 8)},
+    "PerceiverForMaskedLM": lambda model, b: {"inputs": _ids(4, 16), "labels": _ids(4, 16)},
+    "RagTokenForGeneration": lambda model, b: {
+        "input_ids": _ids(4, 8),
+        "context_input_ids": _ids(8, 8),
+        "context_attention_mask": torch.ones(8, 8, dtype=torch.int64),
+        "doc_scores": _draw(4, 2),
+        "labels": _ids(4, 8),
+    },
+    "ClvpModelForConditionalGeneration": lambda model, b: {
+        "input_ids": _ids(4, 8),
+        "input_features": _draw(4, 80, 16),
+        "return_loss": True,
+    },
+    **dict.fromkeys(
+        ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration"),
+        lambda model, b: {"labels": _ids(4, 8, model.decoder.num_codebooks)},
+    ),
+    "Kimi_K25ForConditionalGeneration": lambda model, b: {"input_ids": _ids(4, 16), "labels": _ids(4, 16)},
+    "Molmo2ForConditionalGeneration": lambda model, b: {
+        "input_ids": _ids(4, 16),
+        "labels": _ids(4, 16),
+        "mm_token_type_ids": torch.zeros(4, 16, dtype=torch.int64),
+    },
+    "MuseGlimmerAssistantModel": lambda model, b: {
+        "noise_embeds": _draw(4, 4, 32),
+        "context_hidden_states": _draw(4, 8, 32),
+    },
+    **dict.fromkeys(
+        ("Xcodec2Model", "NeuCodecModel"),
+        lambda model, b: {"input_values": _draw(4, 1, 3200), "input_features": _draw(4, 10, 160)},
+    ),
+    "SpeechEncoderDecoderModel": lambda model, b: {"input_values": _draw(4, 2000), "labels": _ids(4, 8)},
+    "VisionEncoderDecoderModel": lambda model, b: {"pixel_values": _draw(4, 3, 32, 32), "labels": _ids(4, 8)},
+    "CsmForConditionalGeneration": lambda model, b: {"input_ids": _ids(4, 8, 5), "labels": _ids(4, 8, 5)},
+    "KyutaiSpeechToTextForConditionalGeneration": lambda model, b: {"input_ids": _ids(4, 8, 5), "labels": _ids(4, 8)},
+    **dict.fromkeys(
+        ("Sam2Model", "Sam3TrackerModel", "SamHQModel"),
+        lambda model, b: {
+            "pixel_values": b["pixel_values"],
+            "input_points": _draw(4, 1, 2, 2).abs() * 16,
+            "input_labels": torch.ones(4, 1, 2, dtype=torch.int64),
+        },
+    ),
     "PPOCRV5MobileRecForTextRecognition": lambda model, b: {"pixel_values": _draw(4, 3, 48, 160)},
     "PPOCRV6SmallRecForTextRecognition": lambda model, b: {"pixel_values": _draw(4, 3, 48, 160)},
-    "GraniteSpeech5ForCTC": lambda model, b: {"input_features": _draw(4, 32, model.config.encoder_config.input_dim)},
+    "GraniteSpeech5ForCTC": lambda model, b: {"input_features": _draw(4, 32, model.config.encoder_config.num_mel_bins)},
 }
 # Families of which another class is the one to train.
 CLASS = {
