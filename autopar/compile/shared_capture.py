@@ -43,13 +43,19 @@ class SharedCapture:
         self.forget()
         if kept is not None and facts == _seen(batch, **how):
             held = dict(model.named_buffers(remove_duplicate=False))
-            if all(has_bytes(held.get(name), text) for name, text in kept.meta["signature"].values):
+            if all(has_bytes(held.get(name), text) for name, text in _values_read(kept)):
                 return kept
         return capture(model, batch, **how)
 
     def forget(self) -> None:
         """Free the kept graph."""
         self._facts, self._graph = (), None
+
+
+def _values_read(gm: GraphModule) -> tuple[tuple[str, str], ...]:
+    """`Signature.values` of a graph that has a signature."""
+    signature = gm.meta.get("signature")
+    return signature.values if signature is not None else ()
 
 
 def _seen(
