@@ -56,6 +56,9 @@ CALLS: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "masked_scatter": scattered_from_a_row,
     "linear_cross_entropy": chunked_cross_entropy,
     "native_batch_norm": batch_norm_with_its_statistics,
+    "linear with a vector": lambda model, h: (
+        h * F.linear(h, model.last.bias)[:, None] + F.linear(h[0], model.first.bias)
+    ),
 }
 
 

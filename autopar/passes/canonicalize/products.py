@@ -68,6 +68,14 @@ def product(node: Node, build: Build) -> Node | None:
     return _product(build, x, w)
 
 
+def linear(node: Node, build: Build) -> Node | None:
+    """linear(x, w) --> squeeze(linear(x, unsqueeze(w, 0)), -1)   where w is [I]; else before a reshape of x"""
+    x, w = operand(node), operand(node, 1)
+    if len(shape_of(w)) != 1:  # torch takes no bias with a vector
+        return linear_before_reshape(node, build)
+    return build(aten.squeeze.dim, build(aten.linear.default, x, build(aten.unsqueeze.default, w, 0)), -1)
+
+
 def linear_before_reshape(node: Node, build: Build) -> Node | None:
     """linear(reshape(x, [B*S, H]), w) --> reshape(linear(x, w), [B*S, O])   where x is [B, S, H]"""
     flat = operand(node)
@@ -154,6 +162,6 @@ TABLE: dict[Any, Rewrite] = {
     aten.bmm.default: product,
     aten.einsum.default: einsum,
     aten.matmul.default: matmul,
-    aten.linear.default: linear_before_reshape,
+    aten.linear.default: linear,
     aten.detach.default: detach,
 }
