@@ -93,7 +93,7 @@ class _Part:
     def kept_by(self, graph: StepGraph | None) -> set[str]:
         """Names of values kept by F or B that a backward reads."""
         names = graph.inputs if graph is not None else ()
-        return {n for n in names if is_a(n, "saved", "stash", "sum") or n in self.received}
+        return {n for n in names if is_a(n, "saved", "stash") or n in self.received}
 
     def _left_by_b(self) -> int:
         """Bytes that B leaves for W, each storage once."""
@@ -218,7 +218,7 @@ class _RankWalk:
             return 0, 0
         if key not in self.peaks:
             later = part.received & set(part.sizes) if kind == "F" else part.later if kind == "B" else set()
-            kept = part.kept_by(graph) - later
+            kept = part.kept_by(graph) - later | {n for n in graph.inputs if is_a(n, "sum")}
             extra = part.arrived if kind == "F" else 0
             self.peaks[key] = part.peak(graph, later, dying) + extra, part.bytes_of(kept) if kind != "F" else 0
         return self.peaks[key]

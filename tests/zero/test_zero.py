@@ -245,6 +245,43 @@ def test_each_mode_needs_less_than_the_one_before() -> None:
     assert peaks[0] > peaks[1] > peaks[2] > peaks[3]
 
 
+class _Wide(nn.Module):
+    """Weights of 8 MiB, activations of 16 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        (Mesh.of(dp=1), {}),
+        (Mesh.of(dp=2), {"zero": 0}),
+        (Mesh.of(dp=2), {"zero": 1}),
+        (Mesh.of(pp=2), {"schedule": "1f1b"}),
+        (Mesh.of(pp=2), {"schedule": "zb_h1"}),
+    ],
+    ids=str,
+)
+def test_no_second_set_of_gradients_is_alive(mesh: Mesh, more: dict[str, Any]) -> None:
+    """Each backward adds to the sums of earlier microbatches as it goes."""
+    found = memory(
+        compile_model(_Wide(), {"x": torch.zeros(8, 256)}, mesh, Options(microbatches=4, bucket_bytes=2**20, **more))
+    )
+    assert found.accumulated >= (_whole(_Wide()) // mesh.size("pp"))
+    assert found.backward_peak < found.gathered + 1.2 * found.accumulated
+
+
+def _whole(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def test_gathers_of_a_step_overlap_its_first_forward() -> None:
     """The first F gathers one layer ahead of its use, and hands on what it has gathered."""
     made = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=2, microbatches=2)))
