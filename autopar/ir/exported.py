@@ -20,7 +20,6 @@ from autopar.ir.meta import signature_of
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec
 from autopar.ops.traits import STOPS_GRADIENT
 
-
 aten = torch.ops.aten
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.dtensor import local_of
+from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.capture.front_end import as_captured
 from autopar.errors import refusal_like
