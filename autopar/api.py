@@ -178,18 +178,20 @@ def parallelize(
         agree_on_plan(groups, found)
         note_parameters(p for _, p in model.named_parameters())
 
-        def made(captured: SharedCapture, *state: Any, broadcast: bool = False) -> ParallelModule:
+        def made(
+            captured: SharedCapture, broadcast: bool, skeleton: nn.Module, specs: Any, values: Any, buffers: Any
+        ) -> ParallelModule:
             parallel = ParallelModule(
-                *state[:1], _compiler(groups, chosen, lift_to_float64, dump, captured), groups, found, *state[1:],
-                backend, seed, broadcast, check_replica_inputs, chosen.microbatches, outputs_with_grad,
-                lift_to_float64, checks, chosen.replicas, lambda *state: made(SharedCapture(), *state),
+                skeleton, _compiler(groups, chosen, lift_to_float64, dump, captured), groups, found, specs, values,
+                buffers, backend, seed, broadcast, check_replica_inputs, chosen.microbatches, outputs_with_grad,
+                lift_to_float64, checks, chosen.replicas, lambda *state: made(SharedCapture(), False, *state),
             )  # fmt: skip
             parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))
             if buckets is not None:
                 parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
             return parallel
 
-        parallel = made(captured, skeleton, specs, values, buffers, broadcast=broadcast_weights)
+        parallel = made(captured, broadcast_weights, skeleton, specs, values, buffers)
         parallel.watch_originals(originals, shared_memory)
         return parallel
 

@@ -1,5 +1,5 @@
-"""Trained parameters that the forward writes to, as max-norm and weight standardisation in place do: the gradient is that
-of the new value, and the optimizer steps from it."""
+"""Trained parameters that the forward writes to, as max-norm and weight standardisation in place do: the gradient is
+that of the new value, and the optimizer steps from it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.ir.mesh import Mesh
+from autopar.options import Options
 from autopar.testing.harness import check_model
 from tests.support.ranks import run_ranks
 
@@ -122,7 +123,51 @@ class Late(Model):
 
 
 def test_a_write_after_its_use_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^capture: .* words.weight, which is trained, after it has computed with it;"
-    ):
+    with pytest.raises(ValueError, match=r"^capture: .* words.weight, which is trained, after it has computed"):
         check_model(Late(limited).double(), batch(0), Mesh.of(dp=2))
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__(nothing)
+        self.down = nn.Linear(8, 10, bias=False)
+        self.down.weight = self.words.weight
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.down(self.words(ids)).mean(1), y)
+
+
+class Named(Model):
+    """``code`` is an attribute of torch's graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(decayed)
+        self.register_buffer("code", torch.ones(()))
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        self.code.mul_(2.0)
+        return super().forward(ids, y) * self.code
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (Tied, "writes to a parameter that is tied to another one"),
+        (Named, "a tensor of the model is named code, .*; give"),
+    ],
+)
+def test_what_torch_cannot_trace_is_said(model: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_model(model().double(), batch(0), Mesh.of(dp=2))
+
+
+class Listed(Model):
+    """Losses in a list, and Python's sum of it."""
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(ids, y)
+        return sum([loss / 4, loss / 2])  # type: ignore[return-value]
+
+
+def test_a_sum_of_a_list_over_microbatches() -> None:
+    assert check_model(Listed(clamped).double(), batch(0), Mesh.of(dp=2), Options(microbatches=2)).worst < 1e-12

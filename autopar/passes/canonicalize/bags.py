@@ -83,9 +83,8 @@ def limited_rows(node: Node, build: Build) -> Node:
     known = arguments(node)
     w, ids = known["self"], build.reshape(known["indices"], (value_of(known["indices"]).numel(),))
     kind = {"dtype": value_of(w).dtype, "device": value_of(w).device}
-    zeros, ones = (
-        build(aten.full.default, [n, 1], x, **kind) for n, x in ((shape_of(w)[0], 0.0), (value_of(ids).numel(), 1.0))
-    )
+    zeros = build(aten.full.default, [shape_of(w)[0], 1], 0.0, **kind)
+    ones = build(aten.full.default, [value_of(ids).numel(), 1], 1.0, **kind)
     counts = build(aten.index_add.default, zeros, 0, ids, ones)
     norm = build(aten.linalg_vector_norm.default, w, known["norm_type"], [1], True)
     factor = build(

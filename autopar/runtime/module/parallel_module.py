@@ -167,7 +167,7 @@ class ParallelModule(ModuleFacade):
         made._loaded, made._steps = True, self._steps
         with torch.no_grad():
             for name, parameter in made._tree.own.items():
-                local_of(parameter).copy_(local_of(own[name]))
+                local_of(parameter).copy_(local_of(own[name]))  # type: ignore[arg-type]
         return made
 
     def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
