@@ -109,7 +109,7 @@ def test_as_in_one_process(
     assert max(run_ranks(2, trained, write, sizes, phases, options)) < 1e-10
 
 
-@pytest.mark.parametrize("write", [limited, nothing])
+@pytest.mark.parametrize("write", [limited, decayed, nothing])
 def test_rows_and_columns_are_sharded(write: Callable[[Any], None]) -> None:
     assert check_model(Model(write).double(), batch(0), Mesh.of(dp=2, tp=2)).worst < 1e-12
 
