@@ -176,17 +176,23 @@ def parallelize(
         skeleton, captured = skeleton_of(model, model_dtypes(model, chosen.precision).stored), SharedCapture()
         found, specs = _planned(model, skeleton, example_batch, groups.mesh, chosen, plan, lift_to_float64, captured)
         agree_on_plan(groups, found)
-        compiler = _compiler(groups, chosen, lift_to_float64, dump, captured)
         note_parameters(p for _, p in model.named_parameters())
-        parallel = ParallelModule(
-            skeleton, compiler, groups, found, specs, values, buffers, backend, seed, broadcast_weights,
-            check_replica_inputs, chosen.microbatches, outputs_with_grad, lift_to_float64,
-            checks, chosen.replicas,
-        )  # fmt: skip
+
+        def made(
+            captured: SharedCapture, broadcast: bool, skeleton: nn.Module, specs: Any, values: Any, buffers: Any
+        ) -> ParallelModule:
+            parallel = ParallelModule(
+                skeleton, _compiler(groups, chosen, lift_to_float64, dump, captured), groups, found, specs, values,
+                buffers, backend, seed, broadcast, check_replica_inputs, chosen.microbatches, outputs_with_grad,
+                lift_to_float64, checks, chosen.replicas, lambda *state: made(SharedCapture(), False, *state),
+            )  # fmt: skip
+            parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))
+            if buckets is not None:
+                parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
+            return parallel
+
+        parallel = made(captured, broadcast_weights, skeleton, specs, values, buffers)
         parallel.watch_originals(originals, shared_memory)
-        parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))
-        if buckets is not None:
-            parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
         return parallel
 
 

@@ -27,7 +27,7 @@ from autopar.passes.autodiff.clone_aliased_grads import CloneAliasedGrads
 from autopar.passes.autodiff.differentiate import Differentiated, lowered
 from autopar.passes.autodiff.joint import in_pieces
 from autopar.passes.pipelines import STEP_PASSES
-from autopar.passes.stage.accumulate_gradients import split_accumulation
+from autopar.passes.stage.accumulate_gradients import accumulating, split_accumulation
 from autopar.passes.stage.parameter_graphs import (
     gather_graph,
     inline_gathers,
@@ -51,8 +51,8 @@ from autopar.schedule.order import Order, P2PEdge
 from autopar.schedule.order_checks import check_streams
 from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import simulate
-from autopar.steps.graphs import Cache, GlobalStatistics, Pipeline, Stage, StepGraph, grad, is_a
-from autopar.steps.of_rank import backwards, graph_name
+from autopar.steps.graphs import Cache, GlobalStatistics, Pipeline, Stage, StepGraph, grad, is_a, of
+from autopar.steps.of_rank import backwards, graph_name, sum_dtypes
 
 
 class StageBuilder:
@@ -136,7 +136,10 @@ class StageBuilder:
         for k, part in enumerate(self.parts):
             own = (checkpoints or {}).get(k, NOTHING)
             if self.slices:
-                samples = [self._differentiated(k, i, own, True) for i in range(len(self.slices))]
+                samples = [
+                    accumulated(self._differentiated(k, i, own, True), self.splits[i].parts[k], self.plan)
+                    for i in range(len(self.slices))
+                ]
                 checked.append(samples[0])  # types need constant sizes; the merged graphs compute theirs
                 stage = merged(samples, self.slices, self.graphs[0][1])
                 parts.append(_finish(f"part{k}.", stage, ctx, FIXED_GRAPHS))
@@ -192,6 +195,7 @@ class StageBuilder:
         split = plan.pipeline is not None
         stage = timed(ctx.timings, "differentiate", lambda: self._differentiated(k, 0, checkpoints, split))
         place_exchanges(stage, part.used, plan)
+        accumulated(stage, part, plan)
         return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
     def _differentiated(self, k: int, sample: int, checkpoints: StageCheckpoints, split: bool) -> Stage:
@@ -349,6 +353,18 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
         stage.backward, stage.backward_reduce = None, stage.backward
     if stage.gather is not None:
         stage.gather_forward = with_gathers(stage.forward, stage.gather)
+
+
+def accumulated(stage: Stage, part: StageGraph, plan: Plan) -> Stage:
+    """A stage whose backwards add to the gradients of earlier microbatches and token slices, where a step has some."""
+    slices = len(plan.pipeline.token_slices) if plan.pipeline is not None else 0
+    held = {*part.fixed, *(p.name for p in (part.used or {}).values())}
+    dtypes = {n: dtype for n, dtype in sum_dtypes(stage, plan.options.precision).items() if of(n) in held}
+    for name in OF_EACH:
+        step = getattr(stage, name)
+        if step is not None:
+            setattr(stage, name, accumulating(step, dtypes, plan.options.microbatches * max(slices, 1) > 1))
+    return stage
 
 
 def _gather_inside(stage: Stage) -> None:

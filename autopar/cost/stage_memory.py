@@ -12,7 +12,7 @@ the graph that it runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import outputs, placeholders
@@ -93,7 +93,7 @@ class _Part:
     def kept_by(self, graph: StepGraph | None) -> set[str]:
         """Names of values kept by F or B that a backward reads."""
         names = graph.inputs if graph is not None else ()
-        return {n for n in names if is_a(n, "saved", "stash", "sum") or n in self.received}
+        return {n for n in names if is_a(n, "saved", "stash") or n in self.received}
 
     def _left_by_b(self) -> int:
         """Bytes that B leaves for W, each storage once."""
@@ -112,11 +112,6 @@ class _Part:
     def bytes_of(self, names: Collection[str]) -> int:
         """Their total size."""
         return sum(self.sizes[n] for n in {self.same.get(n, n) for n in names})
-
-    def largest(self, graph: StepGraph, sums: Mapping[str, int]) -> int:
-        """Bytes of the largest result of a graph that is cast to become one of ``sums``; 0 if none is."""
-        made = {n: bytes_of([x]) for n, x in zip(graph.outputs, outputs(graph.graph)) if n is not None and n in sums}
-        return max((size for n, size in made.items() if size != sums[n]), default=0)
 
     def peak(self, step: StepGraph, others: Collection[str] = (), dying: Collection[str] = ()) -> int:
         """Peak bytes of live values in a run: its own and its inputs, except those counted elsewhere (parameters,
@@ -187,6 +182,8 @@ class _RankWalk:
         self.moving.before(action)
         taken = [n for n in self._used(action) if self.last[action.stage, n] == action]
         dying = {n: size for n in taken if (size := self.gathered.pop((action.stage, n), 0))}
+        if graph is not None and any(is_a(name, "sum") for name in graph.inputs) and action.kind != "BWR":
+            self.sums.setdefault(action.stage, {}).update(self.gradients(part, graph))  # zeros at first
         live, own = self.live(part, action.kind, graph, frozenset(dying))
         before = self.there
         more = (live - own - sum(dying.values())) * share + sum(dying.values())
@@ -201,12 +198,8 @@ class _RankWalk:
             self.sums.pop(action.stage, None)
             self.become_gradients(graph)
         elif graph is not None and action.kind != "F":
-            sums, trained = self.sums.setdefault(action.stage, {}), self.gradients(part, graph)
-            casts = not trained.keys() <= sums.keys()
-            sums |= trained
-            if casts:  # the first sums, in a dtype of their own: addends are let go of one by one
-                self.peak(action.kind, self.there + part.largest(graph, trained))
-            several = self.order.microbatches * self.order.slices > 1
+            trained, several = self.gradients(part, graph), self.order.microbatches * self.order.slices > 1
+            self.sums.setdefault(action.stage, {}).update(trained)
             total = sum(size for of_stage in self.sums.values() for size in of_stage.values())
             self.found.accumulated = max(self.found.accumulated, total if several else 0)
             self.found.trained |= {part.part.aliases.get(n, n) for n in map(of, trained)}
@@ -225,7 +218,7 @@ class _RankWalk:
             return 0, 0
         if key not in self.peaks:
             later = part.received & set(part.sizes) if kind == "F" else part.later if kind == "B" else set()
-            kept = part.kept_by(graph) - later
+            kept = part.kept_by(graph) - later | {n for n in graph.inputs if is_a(n, "sum")}
             extra = part.arrived if kind == "F" else 0
             self.peaks[key] = part.peak(graph, later, dying) + extra, part.bytes_of(kept) if kind != "F" else 0
         return self.peaks[key]

@@ -15,10 +15,12 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from autopar.adapters.grad_fn_paths import GradFnPaths, start_of
 from autopar.capture.module_state.assigned import BufferWatch
 from autopar.capture.trace.export import flatten, paths, unflatten
-from autopar.ir.graph import fake_mode, outputs, placeholders, tensor_operands, values
+from autopar.ir.graph import fake_mode, insert_call, outputs, placeholders, tensor_operands, values
 from autopar.ir.meta import signature_of
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec
 from autopar.ops.traits import STOPS_GRADIENT
+
+aten = torch.ops.aten
 
 
 def specs_of_inputs(program: ExportedProgram, replica: nn.Module, leaves: list[str]) -> list[InputSpec]:
@@ -68,7 +70,7 @@ class Made:
 
     @classmethod
     def of(cls, program: ExportedProgram, inputs: Sequence[InputSpec], buffers: BufferWatch) -> Made:
-        """``buffers``: the record of the forward. Raises ValueError for a write to anything but a buffer or a frozen
+        """``buffers``: the record of the forward. Raises ValueError for a write to anything but a buffer or a
         parameter."""
         nodes: Any = program.graph.output_node().args[0]
         spec = program.call_spec.out_spec
@@ -83,10 +85,13 @@ class Made:
             if entry.kind == OutputKind.BUFFER_MUTATION:
                 new.append((OutputSpec("mutation", str(entry.target)), node))
             elif entry.kind == OutputKind.PARAMETER_MUTATION:
-                new.append((OutputSpec("mutation", _written_parameter(parameters[str(entry.target)])), node))
+                written = parameters[str(entry.target)]
+                new.append((OutputSpec("mutation", written.name), node))
+                if written.requires_grad:
+                    _pass_gradient(written, node)
             elif entry.kind != OutputKind.USER_OUTPUT:
                 raise ValueError(
-                    f"capture: the forward writes to its input {entry.target!r}; only buffers and frozen parameters "
+                    f"capture: the forward writes to its input {entry.target!r}; only buffers and parameters "
                     "may be changed by a forward: clone the tensor before writing to it"
                 )
             elif (leaf := next(names, None)) is None:
@@ -102,15 +107,31 @@ class Made:
         return made
 
 
-def _written_parameter(spec: InputSpec) -> str:
-    """The name of a parameter that the forward writes to. Raises ValueError for one that is trained: its gradient would
-    be that of a value which no parameter holds any more."""
-    if spec.requires_grad:
+def _pass_gradient(spec: InputSpec, new: Node) -> None:
+    """A trained parameter that the forward writes to, without gradients, is differentiated where its new value is used:
+    autograd knows the tensor, whatever its values are.
+
+    w = clamp(detach(p)); y = linear(x, w)   -->   w = clamp(detach(p)); y = linear(x, detach(w) + (p - detach(p)))
+
+    The added zeros are exact. Raises ValueError for a parameter that the forward computes with before it writes."""
+    old = next(node for node in new.graph.nodes if node.name == spec.node)
+    if new is old or not all(map(_is_detached, old.users)):
         raise ValueError(
-            f"capture: the forward writes to parameter {spec.name}, which is trained; write to it between steps, or "
-            "compute with a new tensor; freeze it (requires_grad_(False)) if the forward alone updates it"
+            f"capture: the forward writes to parameter {spec.name}, which is trained, after it has computed with it; "
+            "write to it before that or between steps, or compute with a new tensor"
         )
-    return spec.name
+    detached = [user for user in new.users if _is_detached(user)]  # also where a no_grad ends
+    read = new if not detached or any(x.op != "output" for x in new.users if x not in detached) else detached[0]
+    users = [user for user in read.users if user.op != "output" and not _is_detached(user)]
+    before = read.next
+    zeros = insert_call(before, aten.sub.Tensor, (old, insert_call(before, aten.detach.default, (old,))))
+    value = insert_call(before, aten.add.Tensor, (insert_call(before, aten.detach.default, (read,)), zeros))
+    for user in users:
+        user.replace_input_with(read, value)
+
+
+def _is_detached(node: Node) -> bool:
+    return node.target is aten.detach.default
 
 
 def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: Sequence[OutputSpec]) -> tuple[str, ...]:

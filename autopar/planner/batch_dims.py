@@ -73,6 +73,8 @@ def decide_batch_dims(gm: GraphModule, options: Options, fixed: Plan | None) -> 
     said = known_dims(shapes, options, fixed, gm.meta.get("batch_dims", {}))
     gm.meta["unclear_batch_dims"] = []
     likely = likely_dims(shapes, said)
+    if options.static_inputs:  # their values may have unrolled the forward over its examples: no dim is one of a batch
+        said |= {name: dim for name, dim in likely.items() if dim is not None}
     free = [name for name, shape in shapes.items() if name not in said and shape]
     if not free:
         return likely

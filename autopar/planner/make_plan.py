@@ -39,6 +39,7 @@ from autopar.planner.experts.expert_plan import (
     plan_experts,
 )
 from autopar.planner.factor_propagation import Analysis
+from autopar.planner.one_hot_experts import one_hot_experts
 from autopar.planner.pipeline.pipeline_plan import main_parts, plan_pipeline
 from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
 from autopar.planner.pipeline.step_order import parameter_specs
@@ -85,8 +86,9 @@ def make_plan(
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
     check_draws(gm, mesh, asked.all_microbatches)
     axis, why = expert_axis(gm, mesh, asked) if fixed is None else (kept_axis(asked, fixed), "")
-    experts = plan_experts(gm, mesh, asked, axis)
-    of_experts = {name: axis for name in expert_parameters(gm, names, experts)}
+    one_hot = one_hot_experts(gm, mesh, names) if axis == "ep" else {}
+    experts = plan_experts(gm, mesh, asked, axis, one_hot)
+    of_experts = {name: axis for name in (*expert_parameters(gm, names, experts), *one_hot)}
     notes += [("experts", why)] if why else []
     if mesh.size("tp") > 1:
         chosen = _over_tp(gm, mesh, names, fixed, parameters, of_experts if axis == "tp" else ())

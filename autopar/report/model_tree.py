@@ -242,7 +242,8 @@ def _words(spec: ParameterSpec, plan: Plan, axis: str, decision: ParameterPlan, 
     if not isinstance(stored, Shard):
         return ""
     if decision.used == stored:
-        return f"{dim_in_words(spec, stored, kind, axis == axis_of_experts(plan.experts))} over {axis}"
+        by_expert = axis in ("ep", axis_of_experts(plan.experts))
+        return f"{dim_in_words(spec, stored, kind, by_expert)} over {axis}"
     when = "once per step" if plan.options.gathers_once else "for each use"
     return f"in {plan.mesh.size(axis)} shards over {axis}, gathered {when}"
 

@@ -160,7 +160,7 @@ def _check_new_state(gm: GraphModule, axis: str, ctx: Compilation) -> None:
 def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
     """Every weight that the plan shards on tp or by expert is sharded in compute; otherwise it is refused."""
     assert ctx.plan is not None
-    names, axes = names_of_parameters(gm), {"tp", axis_of_experts(ctx.plan.experts)}
+    names, axes = names_of_parameters(gm), {"tp", "ep", axis_of_experts(ctx.plan.experts)}
     for node in gm.graph.nodes:
         if is_conversion(node) and (source := uncast(node.args[0])).name in names:
             axis, src, dst = conversion_of(node)

@@ -202,11 +202,15 @@ class _Carry:
             if is_a(name, "sum") and not node.users:
                 raise StepError(f"the last backward of a step does not add the accumulated gradient of {of(name)}")
             found[node] = [known.get(name, nothing)]
+        named = zip(placeholders(step.unnamed), step.inputs, strict=True)
+        sums = {node for node, name in named if is_a(name, "sum") and name not in known}
         if not self.axes:
             return {}
         for node in step.unnamed.graph.nodes:
             if is_call(node, operator.getitem):
                 found[node] = [found[node.args[0]][node.args[1]]]
+            elif is_call(node, torch.ops.aten.add.Tensor) and node.args[1] in sums:
+                found[node] = found[node.args[0]]  # a sum has the type of its addends
             elif node.op == "call_function":
                 found[node] = self._call(node, tuple(found[x][0] for x in tensor_operands(node)))
         pairs = zip(step.outputs, outputs(step.unnamed), strict=True)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from autopar.capture.front_end import as_captured
 from autopar.compile.model import compile_model
 from autopar.ir.batch import without_static_inputs
+from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece, stored_piece
 from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
-from autopar.steps.graphs import Compiled, StepGraph
+from autopar.steps.graphs import Compiled, StepGraph, earlier_sum, is_a, of
 from autopar.testing.lockstep import in_lockstep
 from autopar.testing.reference import LIMIT, Errors, Expected, compare_step, difference, eager
 
@@ -188,13 +189,17 @@ class MeshRun:
             if graph is None:
                 continue
             ones = {f"grad:{name}": torch.ones((), dtype=torch.float64) for name in stage.losses}
-            earlier = [{f"sum:{n.removeprefix('grad:')}": x for n, x in of_rank.items()} for of_rank in sums]
+            none = {
+                name: torch.zeros(x.meta["val"].shape, dtype=x.meta["val"].dtype)
+                for name, x in zip(graph.inputs, placeholders(graph.graph), strict=True)
+                if is_a(name, "sum")
+            }
+            earlier = [none | {earlier_sum(of(n)): x for n, x in of_rank.items()} for of_rank in sums]
             given = [{**a, **b, **c, **ones} for a, b, c in zip(known, made, earlier, strict=True)]
             found = self._run(graph, mb, given)
             for own, values in zip(found, given, strict=True):
                 check_alone(list(own.values()), list(values.values()))
-            reduced = graph is stage.backward_reduce
-            sums = found if reduced else [_plus(x, y) for x, y in zip(sums, found, strict=True)]
+            sums = found
         used = {n: n.removeprefix("grad:") for n in sums[0]}
         names = {n: self.specs[stage.aliases.get(name, name)].name for n, name in used.items()}
         return losses, {name: [of_rank[n] for of_rank in sums] for n, name in names.items()}
@@ -230,11 +235,6 @@ class MeshRun:
         given = [self.feed(step.inputs, r, mb, values) for r, values in enumerate(known)]
         out = in_lockstep(step.graph, given, self.mesh)
         return [{n: x for n, x in zip(step.outputs, values, strict=True) if n is not None} for values in out]
-
-
-def _plus(sums: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Accumulate in place, as the runtime does: a gradient that shares its storage would count twice."""
-    return {name: sums[name].add_(x) if name in sums else x for name, x in more.items()}
 
 
 def check_alone(gradients: Sequence[Tensor | None], inputs: Sequence[Any] = ()) -> None:

@@ -44,9 +44,9 @@ def total_loss(output: Any) -> Tensor:
 
 
 def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -> Expected:
-    """Run one process with float32 islands in float64; buffers and frozen parameters of the model are restored.
+    """Run one process with float32 islands in float64; what a forward may write, buffers and parameters, is restored.
     ``seed``: of the step whose dropout masks to use."""
-    state = dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    state = dict(model.named_buffers()) | dict(model.named_parameters())
     before = {n: x.detach().clone() for n, x in state.items()}
     model.zero_grad()
     masks = contextlib.nullcontext() if seed is None else shared_random(seed)
@@ -56,7 +56,7 @@ def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -
     with LiftFloat32(), contextlib.nullcontext() if adapter is None else adapter.reference(model), masks:
         loss = total_loss(model(**arguments))
         loss.backward()
-    after = dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if n in state}
+    after = dict(model.named_buffers()) | dict(model.named_parameters())
     after = {n: x.detach().clone() for n, x in after.items()}
     with torch.no_grad():
         for name, value in before.items():

@@ -99,6 +99,39 @@ def test_verify_takes_them() -> None:
     run_ranks(2, verified)
 
 
+class Spliced(nn.Module):
+    """As LLaVA's own code does: pieces of the text of each row, split at the values of ``ids``, with an image between
+    them; no operator has a dim of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.image = nn.Embedding(9, 4).double(), nn.Linear(3, 4).double()
+
+    def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        seen, rows = self.image(images), []
+        for row, image in zip(ids, seen, strict=True):
+            at = int(torch.where(row == 0)[0][0])
+            rows.append(torch.cat([self.words(row[:at]), image, self.words(row[at + 1 :])]))
+        return torch.stack(rows).tanh().pow(2).mean()
+
+
+def spliced(equal: bool) -> float:
+    torch.manual_seed(0)
+    alone, mesh = Spliced(), autopar.init_mesh("cpu", 30.0, **SIZES)
+    ids = torch.tensor([[1, 0, 2, 3], [4, 5, 0, 6]] * 2 if equal else [[1, 0, 2, 3]] * 2 + [[4, 5, 0, 6]] * 2)
+    mine = part(batch := {"ids": ids, "images": torch.randn(4, 2, 3).double()}, SIZES)
+    parallel = autopar.parallelize(alone, mesh, example_batch=mine, static_inputs=("ids",))
+    alone(**batch).backward()
+    parallel.train_step(**mine)
+    return gap(parallel.full_gradients(), gradients(alone))
+
+
+def test_rows_that_are_taken_apart_by_their_values() -> None:
+    assert max(run_ranks(2, spliced, True)) < EXACT
+    with pytest.raises(RankError, match=r"agree: .* and equal values of the static inputs ids, .*\(or no dp and ep\)"):
+        run_ranks(2, spliced, False)
+
+
 def test_the_key_of_what_is_kept_has_their_values() -> None:
     def key(*lengths: int) -> str:
         marked = with_static_inputs(batch_of(*lengths), ("lengths",))

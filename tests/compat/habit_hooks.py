@@ -142,10 +142,10 @@ def around_autocast(run: Run) -> None:
 
 # --- wrappers, copies, files --------------------------------------------------------------------------------------
 
-COPIED = "cannot be copied or pickled"
+COPIED = "cannot be pickled, nor copied"
 between("copy.copy(model)", lambda m: copy.copy(m) and None, COPIED)
 between("torch.save(model)", lambda m: torch.save(m, io.BytesIO()), COPIED)
-between("swa_utils.AveragedModel(model)", lambda m: torch.optim.swa_utils.AveragedModel(m), COPIED)
+between("swa_utils.AveragedModel(model)", lambda m: torch.optim.swa_utils.AveragedModel(m) and None)
 between("nn.DataParallel(model)(**batch)", lambda m: nn.DataParallel(m) and None)
 between("nn.Sequential(model): a module in a module", lambda m: len(list(nn.Sequential(m).parameters())))
 between("parameters_to_vector", lambda m: round(float(full(parameters_to_vector(

@@ -18,6 +18,7 @@ from tests.compat.habit_numbers import NUMBERS
 from tests.compat.habit_outside import OUTSIDE
 from tests.compat.habit_scripts import SCRIPTS
 from tests.compat.habit_states import STATES
+from tests.compat.habit_training import TRAINING
 from tests.compat.habits import HABITS, Habit
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "habits.md"
@@ -28,6 +29,7 @@ SECTIONS = {
     "Hooks, casts, copies": OTHERS,
     "Numbers of parameters and gradients, and what is written into them": NUMBERS,
     "States, in files and in plain models": STATES,
+    "Training recipes": TRAINING,
     "What a forward does to autograd": FORWARDS,
     "Autograd functions by C's own apply": FUNCTIONS,
     "Methods, attributes of parameters, states, old handles": FACES,

@@ -279,8 +279,8 @@ habit(
 habit("between", "register_parametrization", lambda m: nn.utils.parametrize.register_parametrization(
     m.block.fc, "weight", nn.Tanh()), ADDED)  # fmt: skip
 habit("between", "no_grad: p.copy_(a plain tensor)", quiet(lambda m: m.scale.copy_(torch.ones(4).double())))
-habit("between", "copy.deepcopy(model)", lambda m: __import__("copy").deepcopy(m), "cannot be copied or pickled")
-habit("between", "pickle.dumps(model)", lambda m: __import__("pickle").dumps(m), "cannot be copied or pickled")
+habit("between", "copy.deepcopy(model)", lambda m: __import__("copy").deepcopy(m) and None)
+habit("between", "pickle.dumps(model)", lambda m: __import__("pickle").dumps(m), "cannot be pickled, nor copied")
 habit(
     "between", "model.forward = ...", lambda m: put(m, forward=lambda **b: None), "belongs to autopar and cannot be set"
 )

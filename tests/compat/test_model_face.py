@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def shown() -> dict[str, Any]:
         "submodule": lambda: model.model.layers[0](ids), "head": lambda: model.lm_head(ids),
         "generate": lambda: model.generate(ids, max_new_tokens=2), "resize": lambda: model.resize_token_embeddings(70),
         "push": lambda: model.push_to_hub("x"), "deepcopy": lambda: copy.deepcopy(model),
+        "pickled": lambda: pickle.dumps(model),
         "averaged": lambda: AveragedModel(model), "wrapped": lambda: DistributedDataParallel(model),
         "missing": lambda: getattr(model, "merge_adapter", None),
     }  # fmt: skip
@@ -67,7 +69,7 @@ def test_of_a_library() -> None:
         assert "a Linear at lm_head" in said["head"] and "model(**batch)" in said["head"]
         assert said["generate"] == "no error"
         assert "before parallelize" in said["resize"] and "upload the folder" in said["push"]
-        assert "autopar.ema(model)" in said["averaged"] and "cannot be copied" in said["deepcopy"]
+        assert said["averaged"] == said["deepcopy"] == "no error" and "cannot be pickled" in said["pickled"]
         assert "DistributedDataParallel" in said["wrapped"] and "train_step" in said["wrapped"]
         assert said["missing"] == "no error"
     assert "weight [64, 32] tp: S(0), 1/2 here" in first["text"] and "on other stages" in first["text"]

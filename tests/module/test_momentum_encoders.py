@@ -294,10 +294,6 @@ class Updated(nn.Module):
         return self.w(x).sum() + self.k(x).sum()
 
 
-def trained_is_set(w: nn.Linear, k: nn.Linear) -> None:
-    w.weight.data = w.weight.data.clamp(-1, 1)
-
-
 def memory_is_shared(w: nn.Linear, k: nn.Linear) -> None:
     k.weight.data = w.weight.data
 
@@ -321,7 +317,6 @@ def dtype_is_changed(w: nn.Linear, k: nn.Linear) -> None:
 @pytest.mark.parametrize(
     ("update", "words"),
     [
-        (trained_is_set, "writes to parameter w.weight, which is trained"),
         (memory_is_shared, "to memory of w.weight, with which it would change"),
         (old_view_is_read, "reads a view of k.weight from before"),
         (value_is_written, "writes to a tensor that it has set as k.weight.data"),

@@ -9,6 +9,7 @@ Used weights are twice the stored ones (G, R); biases are aliases. `2 target` co
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.node import map_aggregate
 
 import autopar.runtime.schedules  # noqa: F401 - fills SCHEDULES
-from autopar.ir.graph import outputs
+from autopar.ir.graph import add_placeholder, output_node, outputs, placeholders
 from autopar.ir.placement import Shard
 from autopar.ir.signature import InputSpec, OutputSpec, ParameterSpec
 from autopar.options import Options
@@ -28,7 +29,7 @@ from autopar.schedule.lowering import lower
 from autopar.schedule.order import Order, P2PEdge
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
-from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
+from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph, earlier_sum, of
 
 WIDTH = 6
 
@@ -109,11 +110,13 @@ def part_of(case: Case, k: int) -> Stage:
 
     weights = [f"grad:{used}", f"grad:b{k}_used"]
     stored = case.weight(k)
+    own = {n: (WIDTH, WIDTH) if k == 0 else (WIDTH,) for k, n in enumerate(weights)}
+    whole = graph(_fixed(both, 2 + len(names)), [used, h, *names], [*to_input, *to_skip, *weights, None])
     return Stage(
         f,
-        backward=graph(_fixed(both, 2 + len(names)), [used, h, *names], [*to_input, *to_skip, *weights, None]),
+        backward=adding(whole, own),
         backward_input=graph(_fixed(to_inputs, 1 + len(names)), [used, *names], [*to_input, *to_skip, f"stash:{k}"]),
-        backward_weight=graph(to_weights, [h, f"stash:{k}"], weights),
+        backward_weight=adding(graph(to_weights, [h, f"stash:{k}"], weights), own),
         gather=graph(lambda w: (w * 2,), [stored], [used]),
         gathered={used: stored},
         reduce=graph(lambda g: (g * 2,), [f"grad:{used}"], [f"grad:{stored}"]),
@@ -121,6 +124,21 @@ def part_of(case: Case, k: int) -> Stage:
         losses=["output:0"] if last else [],
         parameters=[stored, f"b{k}"],
     )
+
+
+def adding(step: StepGraph, shapes: dict[str, tuple[int, ...]]) -> StepGraph:
+    """A backward that adds to the gradients of earlier microbatches."""
+    gm, results, inputs = step.graph, list(outputs(step.graph)), list(step.inputs)
+    for i, name in enumerate(step.outputs):
+        if name in shapes:
+            earlier = add_placeholder(gm.graph, f"earlier_{of(name)}", placeholders(gm)[-1])
+            earlier.meta["val"] = torch.zeros(shapes[name], dtype=torch.float64)
+            with gm.graph.inserting_before(output_node(gm)):
+                results[i] = gm.graph.call_function(operator.add, (results[i], earlier))
+            inputs.append(earlier_sum(of(name)))
+    output_node(gm).args = (tuple(results),)
+    gm.recompile()
+    return StepGraph(gm, inputs, step.outputs)
 
 
 def _with(run: Callable[..., Any], skip: bool) -> Callable[..., Any]:

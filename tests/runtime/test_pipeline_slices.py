@@ -19,7 +19,7 @@ from autopar.schedule.order import P2PEdge
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Cache, Pipeline, Stage
-from tests.runtime.hand_made import graph
+from tests.runtime.hand_made import adding, graph
 from tests.support.peaks import measure
 from tests.support.ranks import run_ranks
 
@@ -79,6 +79,7 @@ def part(i: int) -> Stage:
     node = placeholders(f.graph)[f.inputs.index(past)]
     node.meta["val"] = torch.zeros(ROWS, 1, WIDTH, dtype=torch.float64)
     held = [f"wk{i}", f"wq{i}"]
+    b = adding(b, {f"grad:{n}": (WIDTH, WIDTH) for n in held})
     return Stage(f, backward=b, losses=["output:0"] if i else [], parameters=held, caches=[Cache(past, k, 1)])
 
 

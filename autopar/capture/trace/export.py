@@ -71,6 +71,11 @@ _KNOWN = tuple((re.compile(pattern), reason, way_out) for pattern, reason, way_o
     (r"Constant \w+ is mutated in the forward",
      "the forward writes to a tensor that is not a buffer of the model, such as one of a module in a plain list",
      "register the tensor with register_buffer, or the module as a submodule"),
+    (r"expected compiled_fn to be GraphModule, got <class 'function'>",  # two inputs of the graph share memory
+     "the forward writes to a parameter that is tied to another one, which torch.export cannot trace",
+     "write to it between steps, or compute with a new tensor"),
+    (r"attribute '(\w+)' already exists",
+     r"a tensor of the model is named \1, which is the name of an attribute of torch's graphs", "give it another name"),
     (r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type",
      r"the forward returns a \1, a type in which torch.export finds no tensors",
      "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a transformers ModelOutput"),

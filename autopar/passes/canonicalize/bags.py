@@ -1,4 +1,6 @@
-"""Embedding bags that all have the same length, such as the rows of [bags, length], are lookups and a reduction.
+"""Lookups that are more than one: bags of the same length, and tables whose rows have a largest norm.
+
+Embedding bags that all have the same length, such as the rows of [bags, length], are lookups and a reduction.
 
 embedding_bag(w, reshape(ids, [-1]), arange(0, n, 4), mode="sum")[0]  -->  sum(embedding(w, reshape(ids, [-1, 4])), 1)
 
@@ -72,4 +74,30 @@ def _reduced(build: Build, known: dict[str, Any], length: int) -> Node:
     return build(aten.div.Tensor, build(aten.sum.dim_IntList, rows, [1]), build(aten.clamp_min.default, count, 1.0))
 
 
-TABLE: dict[Any, Rewrite] = {aten.embedding_bag.default: regular_bags, aten.embedding_bag.padding_idx: regular_bags}
+def limited_rows(node: Node, build: Build) -> Node:
+    """embedding_renorm(w, ids, 1.0, 2.0), of nn.Embedding(max_norm=1.0): the rows that a batch looks up are scaled to
+    the largest norm. Which are looked up is a count of each, a sum over the batch.
+
+    --> counts = index_add(zeros, 0, ids, ones); n = linalg_vector_norm(w, 2.0, [1], True)
+        where((counts > 0) & (n > 1.0), w * (1.0 / (n + 1e-7)), w)"""
+    known = arguments(node)
+    w, ids = known["self"], build.reshape(known["indices"], (value_of(known["indices"]).numel(),))
+    kind = {"dtype": value_of(w).dtype, "device": value_of(w).device}
+    zeros = build(aten.full.default, [shape_of(w)[0], 1], 0.0, **kind)
+    ones = build(aten.full.default, [value_of(ids).numel(), 1], 1.0, **kind)
+    counts = build(aten.index_add.default, zeros, 0, ids, ones)
+    norm = build(aten.linalg_vector_norm.default, w, known["norm_type"], [1], True)
+    factor = build(
+        aten.mul.Scalar, build(aten.reciprocal.default, build(aten.add.Scalar, norm, 1e-7)), known["max_norm"]
+    )
+    chosen = build(
+        aten.logical_and.default, build(aten.gt.Scalar, counts, 0), build(aten.gt.Scalar, norm, known["max_norm"])
+    )
+    return build(aten.where.self, chosen, build(aten.mul.Tensor, w, factor), w)
+
+
+TABLE: dict[Any, Rewrite] = {
+    aten.embedding_renorm.default: limited_rows,
+    aten.embedding_bag.default: regular_bags,
+    aten.embedding_bag.padding_idx: regular_bags,
+}

@@ -47,10 +47,11 @@ def ones_of_a_number(node: Node, build: Build) -> Node | None:
 
 
 def addition(node: Node, build: Build) -> Node | None:
-    """add(x, zeros) --> x   as a sum over layers begins: partial values pass through"""
+    """add(x, zeros) --> x   as a sum over layers begins, or Python's sum of a list: partial values pass through"""
     known = arguments(node)
     for zeros, other in ((known["self"], known["other"]), (known["other"], known["self"])):
-        if isinstance(other, Node) and is_zeros(zeros) and _alike(other, node) and known.get("alpha", 1) == 1:
+        nothing = is_zeros(zeros) if isinstance(zeros, Node) else zeros == 0
+        if isinstance(other, Node) and nothing and _alike(other, node) and known.get("alpha", 1) == 1:
             return other
     return None
 

@@ -28,6 +28,7 @@ from autopar.ir.graph import add_placeholder, copy_graph, insert_call, output_no
 from autopar.ir.placement import conversion, dual, parse_placement
 from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.differentiate import lowered
+from autopar.passes.stage.accumulate_gradients import add_earlier
 from autopar.precision import Precision
 from autopar.steps.graphs import StepGraph, earlier_sum, grad, of
 
@@ -171,10 +172,11 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
     given = dict(zip(reduce.inputs, placeholders(reduce.graph), strict=True))
     made = [(name, x, i in gm.meta.get("owned", ())) for i, (name, x) in enumerate(zip(step.outputs, outputs(gm)))]
     if last:
-        for i, (name, own, owned) in enumerate(made):
-            if name is not None and isinstance(own, Node):
-                made[i] = name, _with_earlier(gm, name, own, given.get(name)), owned
-                inputs.append(earlier_sum(of(name)))
+        graded = {i: (n, x) for i, (n, x, _) in enumerate(made) if n is not None and isinstance(x, Node)}
+        added = [(n, x, given.get(n, x).meta["val"].dtype) for n, x in graded.values()]
+        for (i, (n, _)), total in zip(graded.items(), add_earlier(gm, added), strict=True):
+            made[i] = n, total, made[i][2]
+            inputs.append(earlier_sum(of(n)))
     own_of = {name: x for name, x, _ in made}
     copies = {node: own_of[name] for name, node in given.items()}
     for node in reduce.graph.graph.nodes:
@@ -187,13 +189,6 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
     gm.meta["owned"] = [i for i, (_, _, owned) in enumerate(made) if owned]
     clone_aliased_grads(gm)
     return StepGraph(gm, inputs, [name for name, _, _ in made])
-
-
-def _with_earlier(gm: GraphModule, name: str, own: Node, like: Node | None) -> Node:
-    """A gradient plus the sum of earlier microbatches, in the dtype of ``like``."""
-    earlier = add_placeholder(gm.graph, f"earlier_{of(name)}", placeholders(gm)[-1], like=like or own)
-    total: Node = insert_call(own.next, torch.ops.aten.add.Tensor, (own, earlier), like=own, val=earlier.meta["val"])
-    return total
 
 
 def with_gathers(forward: StepGraph, gather: StepGraph) -> StepGraph:

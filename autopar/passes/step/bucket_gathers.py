@@ -5,7 +5,8 @@ Guarantees  gathers of a layer's parameters that are `is_small` become one gathe
             first of them was. Ranks agree on the magnitudes of those that are rounded to eight bits in one exchange.
             Reduce-scatters of such gradients become one per layer, of at most ``bucket_bytes``. Values sharded on both
             dp and cp take one collective per axis. A gather is unpacked right before its first use, so that it can
-            still overlap with the layer before.
+            still overlap with the layer before. Shards are added to those of earlier microbatches when
+            they are waited for.
 Leaves      large parameters, for which two copies would cost more than the latency saved, or whose bucket would arrive
             late; shards of dims other than the first; gathers of activations.
 
@@ -27,6 +28,7 @@ from autopar.cost.hardware import Links
 from autopar.ir.conversions import uncast, unrounded
 from autopar.ir.graph import ancestors, arguments, insert_call, is_call, layer_of, nbytes, output_node, shape
 from autopar.ir.meta import of_no_module
+from autopar.ir.waits import WaitPlaces, is_started
 from autopar.options import Options
 from autopar.passes.step.bucket_gradients import ends_in_output, is_small, move_users_to_end
 from autopar.rewrite.checks import gathers_by_layer, is_parameter_gather
@@ -52,6 +54,7 @@ class BucketGathers(Pass):
             _join_gathers(gm, chains)
         for chains in _waves(gm, options.bucket_bytes, links):
             _join_scatters(gm, chains)
+        _add_when_waited(gm)
         gm.recompile()
         return gm
 
@@ -192,6 +195,35 @@ def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
     parts = _split(end, piece, sizes, aten.split_with_sizes_copy.default)
     for i, chain in enumerate(chains):
         move_users_to_end(_unpack(graph, end, parts, i, aten.view.default, chain), end)
+
+
+def _add_when_waited(gm: GraphModule) -> None:
+    """Sums with the gradients of earlier microbatches, where their reduce-scatters are waited for: at the end, and
+    earlier where too many are in flight (`autopar.ir.waits`)."""
+    end, waits = output_node(gm), WaitPlaces(gm)
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    leaving = {node: uses for node in calls if is_call(node, SCATTER) and (uses := _leaving(node, end))}
+    for uses in leaving.values():
+        for node in uses:
+            end.prepend(node)
+    for node in calls:
+        waits.before(node)
+        last = node
+        for done in waits.started(node) if is_started(node) else ():
+            for use in leaving.get(done, ()):
+                last.append(use)
+                last = use
+
+
+def _leaving(node: Node, end: Node) -> list[Node]:
+    """The calls between a value and the end of the graph, in order; none where one of them takes other values."""
+    found = {node: None}
+    for user in (queue := [u for u in node.users if u is not end]):
+        found[user] = None
+        queue += [u for u in user.users if u is not end and u not in queue]
+    uses = sorted([*found][1:])
+    free = all(x in found or x.op == "placeholder" for use in uses for x in use.all_input_nodes)
+    return uses if free else []
 
 
 def _through(before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:

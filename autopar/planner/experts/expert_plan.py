@@ -25,25 +25,31 @@ from autopar.planner.experts.expert_axis import cuts_tokens, exchange_costs, gro
 from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
 ALLGATHER = "allgather"
+_OR_PRODUCTS = (
+    ", or rows [experts, capacity, width] of a one-hot product in batched products with weights [experts, ...]"
+)
 ours = torch.ops.autopar
 DRAWS = (ours.dropout.default, ours.random.default)
 
 
-def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> dict[str, ExpertPlan]:
+def plan_experts(
+    gm: GraphModule, mesh: Mesh, options: Options, axis: str, one_hot: Mapping[str, int] | None = None
+) -> dict[str, ExpertPlan]:
     """Name of a dispatch -> its plan: the token dispatcher that was asked for, or the fastest by estimate, with experts
-    sharded on ``axis`` ("": not sharded). Experts that do not divide are padded. Raises ValueError for a model
-    without experts, and for fewer experts than ranks."""
+    sharded on ``axis`` ("": not sharded). Experts that do not divide are padded. ``one_hot``: the numbers of experts of
+    `one_hot_experts`, which need no plan. Raises ValueError for a model without experts, and for fewer experts than
+    ranks."""
     if not axis:
         return {}
     ranks, found = mesh.size(axis), dispatches(gm)
-    if not found:
+    if not found and not one_hot:
         others = "use dp instead" if axis == "ep" else "leave the option expert_axis out"
         raise ValueError(
             f"experts: nothing to shard on axis {axis!r} of size {ranks}: the model has no experts that autopar knows "
-            f"(autopar::moe_dispatch); {others}"
+            f"(tokens sorted or selected by expert{_OR_PRODUCTS if axis == 'ep' else ''}); {others}"
         )
-    for node in found:
-        _check_enough(node, axis, mesh)
+    for experts in {*(int(arguments(node)["num_experts"]) for node in found), *(one_hot or {}).values()}:
+        _check_enough(experts, axis, mesh)
     return {node.name: _chosen(node, mesh, options, axis) for node in found}
 
 
@@ -74,9 +80,9 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
     return ExpertPlan(axis, chosen, f"by estimated time of a layer{nodes}: {times}", per_node if several else 0)
 
 
-def _check_enough(dispatch: Node, axis: str, mesh: Mesh) -> None:
+def _check_enough(experts: int, axis: str, mesh: Mesh) -> None:
     """Experts that do not divide over the ranks are padded, but there must not be fewer of them."""
-    experts, ranks = int(arguments(dispatch)["num_experts"]), mesh.size(axis)
+    ranks = mesh.size(axis)
     if experts < ranks:
         fits = [n for n in range(2, experts + 1) if experts % n == 0]
         within = [n for n in fits if ranks % n == 0]
@@ -135,7 +141,7 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
             raise ValueError(
                 f"plan: no entry for the experts of {node.name} on axis {axis!r}; make a plan for this model"
             )
-        _check_enough(node, axis, mesh)
+        _check_enough(int(arguments(node)["num_experts"]), axis, mesh)
 
 
 def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> dict[str, str]:

@@ -44,12 +44,15 @@ def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str,
     facts = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in leaves.items()}
     told = (bool, int, float, str, ConstantTensor)
     facts |= {name: repr(value) for name, value in batch.items() if isinstance(value, told)}
+    static = [name for name, value in batch.items() if isinstance(value, ConstantTensor)]
+    ways = "give every rank the same model, mesh, options and batch shapes"
+    if static:
+        ways += f" and equal values of the static inputs {', '.join(static)}, which the graph holds (or no dp and ep)"
     return RankCheck(
         everywhere(groups),
         facts | {name: str(value) for name, value in further.items()},
         "agree: the step and the shapes of the batch must be the same on all ranks",
-        "give every rank the same model, mesh, options and batch shapes: drop or pad an uneven last batch, "
-        'or pass padding="auto"',
+        f'{ways}: drop or pad an uneven last batch, or pass padding="auto"',
     )
 
 

@@ -128,8 +128,7 @@ class Executor:
         groups.warm_up({*axes, *self._exchange.axes})
         self.program: Program = ProgramBuilder(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.inputs, self.channels, groups.device,
-            compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
-            self._over_replicas,
+            compiled.prologue, self._exchange.results, self._exchange.totals, self._over_replicas,
         ).program()  # fmt: skip
         whole = {name: self.inputs.unsplit_name(name) for _, name, _ in self.program.loads}
         self._stored_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]

@@ -111,7 +111,7 @@ class StatisticsProgram:
         if not own:
             return
         sums, addends = ([self.values.slot(kind, n) for n in own] for kind in ("step", "addend"))
-        entry.instructions.append(Instruction(accumulate([False] * len(own)), [*sums, *addends], sums))
+        entry.instructions.append(Instruction(accumulate, [*sums, *addends], sums))
 
     def _share(self, entry: BoundAction, one: GlobalStatistics) -> None:
         """Sum the totals of a round over all stages; names of transfers can be reused in the next round."""

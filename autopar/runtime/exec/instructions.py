@@ -8,7 +8,7 @@ between.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,8 @@ NOWHERE = -1  # a result that has no name
 class Instruction:
     """``apply`` takes the values of ``reads`` as one list and returns those of ``writes``.
 
-    dead: slots of ``reads`` that nobody reads later. stores: (index of the result, slot) of what somebody reads. Both
-    are set by `set_lifetimes`, and those of ``others``: what may run in its place.
+    dead: slots of ``reads`` that nobody reads later, or that it writes. stores: (index of the result, slot) of what
+    somebody reads. Both are set by `set_lifetimes`, and those of ``others``: what may run in its place.
     """
 
     apply: Callable[[list[Any]], Sequence[Any]]
@@ -71,7 +71,7 @@ def set_lifetimes(instructions: Sequence[Instruction], kept: Collection[int]) ->
     for instruction in reversed(instructions):
         for one in (instruction, *instruction.others):
             one.stores = [(k, i) for k, i in enumerate(one.writes) if i in later]
-            one.dead = [i for i in dict.fromkeys(one.reads) if i not in later]
+            one.dead = [i for i in dict.fromkeys(one.reads) if i not in later or i in one.writes]
         later.update(instruction.reads)
 
 
@@ -139,33 +139,26 @@ def total(values: list[Any]) -> list[Tensor]:
     return [out]
 
 
-def accumulate(owned: Sequence[bool], dtypes: Sequence[torch.dtype | None] = ()) -> Callable[[list[Any]], list[Tensor]]:
-    """Takes sums (None: nothing yet) and as many addends; adds in place, so the first addend becomes the sum.
+def accumulate(values: list[Any]) -> list[Tensor]:
+    """Takes sums (None: nothing yet) and as many addends; adds in place. The first addends are copied."""
+    count = len(values) // 2
+    sums, addends = values[:count], values[count:]
+    if any(so_far is None for so_far in sums):
+        return [more.clone() if so_far is None else so_far.add_(more) for so_far, more in zip(sums, addends)]
+    add_all(sums, addends)  # one call: there are many small ones
+    return sums
 
-    owned: whether an addend has storage of its own; else it is copied. dtypes: of the sums, where they are not those of
-    the addends.
-    """
-    count, dtypes = len(owned), dtypes or [None] * len(owned)
 
-    def add_up(values: list[Any]) -> list[Tensor]:
-        sums, addends = values[:count], values[count:]
-        if all(so_far is not None for so_far in sums):
-            add_all(sums, addends)  # one call: there are many small ones
-            return sums
-        out = []
-        values.clear()
-        addends.reverse()
-        for so_far, own, dtype in zip(sums, owned, dtypes, strict=True):
-            more = addends.pop()  # what becomes a sum of another dtype is freed
-            if so_far is not None:
-                out.append(so_far.add_(more))
-            elif dtype not in (None, more.dtype):
-                out.append(more.to(dtype))
-            else:
-                out.append(more if own else more.clone())
-        return out
+def no_sums(like: Iterable[Tensor], device: torch.device, dense: bool) -> Callable[[list[Any]], list[Tensor]]:
+    """Makes zeros of the shapes and dtypes of some values. Unless they are ``dense``, they take no memory."""
+    kinds = [(tuple(x.shape), x.dtype) for x in like]
 
-    return add_up
+    def zeros(_: list[Any]) -> list[Tensor]:
+        whole = [shape if dense else () for shape, _ in kinds]
+        made = [torch.zeros(size, dtype=dtype, device=device) for size, (_, dtype) in zip(whole, kinds)]
+        return [x.expand(shape) for x, (shape, _) in zip(made, kinds)]
+
+    return zeros
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[list[Any]], list[Tensor]]:

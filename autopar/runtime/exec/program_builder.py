@@ -3,20 +3,19 @@
 1RF0<0    post a receive into new buffers
 1F0       wait for it; run F's graph on slots; add its losses up
 1SF0>2    send slots
-1BW0      wait for gradients; sum what came from several users; run; add gradients of parameters up
-1BWR1     the same, but the graph takes the sums and makes the reduced gradients
+1BW0      wait for gradients; sum what came from several users; run on the sums of earlier gradients of parameters
+1BWR1     the same, but the graph makes the reduced gradients
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
 
 from autopar.ir.graph import outputs, placeholders
-from autopar.precision import Precision
 from autopar.runtime.comm.p2p import Channels
 from autopar.runtime.exec.global_statistics import StatisticsProgram
 from autopar.runtime.exec.instructions import (
@@ -28,6 +27,7 @@ from autopar.runtime.exec.instructions import (
     cast_rows,
     change_rows,
     filled,
+    no_sums,
     rows,
     set_lifetimes,
     total,
@@ -39,16 +39,15 @@ from autopar.runtime.exec.value_slots import Unit, ValueSlots, unit_of
 from autopar.schedule.order import Action, Order, P2PEdge
 from autopar.schedule.order_checks import acknowledged
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph, grad, is_a, of
-from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
+from autopar.steps.of_rank import backwards, graph_of
 
 Bind = Callable[[StepGraph], Lowered]
 
 
 class ProgramBuilder:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
-    runnable. ``results``: outputs of F to keep, of the last microbatch. ``precision``: says what gradients of
-    microbatches are added up in. ``share``: sums values over stages, where there are some. ``over_replicas``: sums
-    totals over replicas."""
+    runnable. ``results``: outputs of F to keep, of the last microbatch. ``share``: sums values over stages, where
+    there are some. ``over_replicas``: sums totals over replicas."""
 
     def __init__(
         self,
@@ -61,14 +60,13 @@ class ProgramBuilder:
         device: torch.device,
         prologue: Prologue | None,
         results: Collection[str],
-        precision: Precision,
         share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
         over_replicas: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
         self.values = values = ValueSlots(pipeline, order, rank, inputs, prologue)
         self.pre_pass = StatisticsProgram(values, channels, device, self.run, share)
         self.over_replicas = over_replicas
-        self.channels, self.device, self.precision = channels, device, precision
+        self.channels, self.device = channels, device
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
         self.bound: dict[int, Lowered] = {}
@@ -122,25 +120,29 @@ class ProgramBuilder:
         entry.instructions.append(Instruction(entry.graphs[-1], reads, writes))
 
     def run_unit(self, entry: BoundAction, graph: StepGraph, unit: Unit) -> None:
+        self._start_sums(entry, graph, unit)
         self.run(entry, graph, *self._unit_slots(graph, unit))
+
+    def _start_sums(self, entry: BoundAction, graph: StepGraph, unit: Unit) -> None:
+        """Zeros for the gradients of earlier microbatches that the first backwards take."""
+        given = zip(graph.inputs, placeholders(graph.graph), strict=True)
+        missing = {self.values.value(unit, name): x.meta["val"] for name, x in given if is_a(name, "sum")}
+        missing = {slot: like for slot, like in missing.items() if slot not in self.started}
+        self.started |= missing.keys()
+        if missing:
+            compiled = self.bind(graph).made is not None  # its code asserts strides
+            entry.instructions.append(Instruction(no_sums(missing.values(), self.device, compiled), [], [*missing]))
 
     def _unit_slots(self, graph: StepGraph, unit: Unit) -> tuple[list[int], list[int]]:
         """(reads, writes) of a graph of a unit."""
         reads = [self.values.value(unit, name) for name in graph.inputs]
-        used = self.part(unit[0]).gathered
-        places = [("used", unit[0], name) if name in used else ("unit", *unit, name) for name in graph.outputs]
+        kinds = dict.fromkeys(self.part(unit[0]).gathered, "used")
+        kinds |= dict.fromkeys(self.routes.parameter_gradients(self.order.part_of(unit[0])), "sum")
+        places = [(kinds[n], unit[0], n) if n in kinds else ("unit", *unit, n) for n in graph.outputs]
         return reads, [NOWHERE if place[-1] is None else self.slot(*place) for place in places]
 
-    def _add(
-        self,
-        entry: BoundAction,
-        addends: list[int],
-        sums: list[int],
-        owned: list[bool] | None = None,
-        dtypes: Sequence[torch.dtype | None] = (),
-    ) -> None:
-        add_up = accumulate(owned or [False] * len(sums), dtypes)
-        entry.instructions.append(Instruction(add_up, [*sums, *addends], sums))
+    def _add(self, entry: BoundAction, addends: list[int], sums: list[int]) -> None:
+        entry.instructions.append(Instruction(accumulate, [*sums, *addends], sums))
 
     def _before_all(self, entry: BoundAction) -> None:
         """Totals over all microbatches, and what is the same for all of them."""
@@ -229,7 +231,7 @@ class ProgramBuilder:
             self.run(entry, graph, reads, self._reduced(unit[0], graph))
         elif graph is not None:
             self.run_unit(entry, graph, unit)
-            self._add_gradients(entry, unit, graph)
+            self._add_to_caches(entry, unit, graph)
         for value in (h.value for h in self.routes.edges if h.target == index):
             sources = self.values.upstream_sources(unit, value)
             if len(sources) > 1:
@@ -239,7 +241,7 @@ class ProgramBuilder:
         graph = self.part(action.stage).backward_weight
         if graph is not None:
             self.run_unit(entry, graph, unit_of(action))
-            self._add_gradients(entry, unit_of(action), graph)
+            self._add_to_caches(entry, unit_of(action), graph)
 
     def _make_tangent(self, entry: BoundAction, unit: Unit, value: str) -> None:
         """The gradient of a value that was sent, or kept for later slices."""
@@ -267,20 +269,13 @@ class ProgramBuilder:
         made: torch.Tensor = outputs(forward.graph)[forward.outputs.index(value)].meta["val"]
         return made
 
-    def _add_gradients(self, entry: BoundAction, unit: Unit, graph: StepGraph) -> None:
-        """Gradients of parameters and of earlier slices add up."""
+    def _add_to_caches(self, entry: BoundAction, unit: Unit, graph: StepGraph) -> None:
+        """Gradients of earlier slices add up."""
         for cache in self.part(unit[0]).caches:
             name, start = grad(cache.past), self.values.slice(unit[2])[0]
             if name in graph.outputs and start:
                 reads = [self._buffer(entry, unit, cache, gradient=True), self.slot("unit", *unit, name)]
                 entry.instructions.append(Instruction(change_rows("add_", cache.dim, 0, start), reads))
-        names = [n for n in self.routes.parameter_gradients(self.order.part_of(unit[0])) if n in graph.outputs]
-        if names:
-            alone = {graph.outputs[i] for i in graph.graph.meta.get("owned", ())}
-            owned = [n in alone for n in names]
-            sums = [self.slot("sum", unit[0], n) for n in names]
-            dtypes = sum_dtypes(self.part(unit[0]), self.precision)
-            self._add(entry, [self.slot("unit", *unit, n) for n in names], sums, owned, [dtypes.get(n) for n in names])
 
     # --- transfers ----------------------------------------------------------------------------------------
 

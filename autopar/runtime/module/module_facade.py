@@ -191,18 +191,12 @@ class ModuleFacade(Stateful):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises ValueError: `copy` and `pickle` call this."""
+        """Raises ValueError: `copy.copy` and `pickle` call this."""
         raise ValueError(
-            "parallelize: a parallel model cannot be copied or pickled, since it is bound to process groups; save its "
-            "state (full_state_dict, state_dict) or copies of its parameters, and use autopar.ema(model) in place of "
-            "AveragedModel"
+            "parallelize: a parallel model cannot be pickled, nor copied by copy.copy, since it is bound to process "
+            "groups; use copy.deepcopy(model) for another one on this mesh, and full_state_dict() or "
+            "autopar.save for files"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """While the modules are copied, returns the copy of the outermost one: for a function set on the model that
-        holds the model itself (``model.f = MethodType(f, model)``). Else raises ValueError, as `__reduce_ex__` does."""
-        copy = memo.get(id(self._tree.root))
-        return copy if copy is not None else self.__reduce_ex__(0)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError: a step has its own backward."""

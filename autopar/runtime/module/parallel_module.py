@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.adapters.dtensor import local_of
 from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.capture.front_end import as_captured
@@ -99,9 +100,11 @@ class ParallelModule(ModuleFacade):
         lift_to_float64: bool = False,
         check: Collection[str] = (),
         replicas: int = 1,
+        again: Callable[..., ParallelModule] | None = None,
     ) -> None:
+        """``again``: makes another one, from (skeleton, specs, values, buffers)."""
         super().__init__()
-        self.replicas = replicas
+        self.replicas, self._again = replicas, again
         self._shard: tuple[int, list[Tensor]] | None = None  # within `shard_of_batch`
         self.shards_present = replicas  # of which a step computes one
         self._store_new_buffers: Callable[[], None] = lambda: None
@@ -149,6 +152,23 @@ class ParallelModule(ModuleFacade):
                     f"tokens, found capacity_factor={plan.options.capacity_factor}; leave it out"
                 )
         self._sizes = len(self.__dict__), len(vars(type(self)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model on the same mesh with parameters and buffers of its own, without gradients and gradient hooks, as for
+        torch.optim.swa_utils.AveragedModel. While the modules are copied, the copy of the outermost one: for a function
+        set on the model that holds the model itself (``model.f = MethodType(f, model)``)."""
+        if (copy := memo.get(id(self._tree.root))) is not None:
+            return copy
+        if self._again is None or not self._loaded:
+            raise ValueError(_NO_WEIGHTS)
+        own = self._tree.own
+        made = self._again(self._tree.structure(), self._tree.specs, {}, self._tree.buffers())
+        memo[id(self)] = made
+        made._loaded, made._steps = True, self._steps
+        with torch.no_grad():
+            for name, parameter in made._tree.own.items():
+                local_of(parameter).copy_(local_of(own[name]))  # type: ignore[arg-type]
+        return made
 
     def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
         """Refuse later changes of the original ``models`` (by path), see `guards.original_model.OriginalModel`.
