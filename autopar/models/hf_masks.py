@@ -141,6 +141,7 @@ def mask_facts(
     transformers gives none, for any tokens: modules ask whether they got one."""
     eager = getattr(others.get("config"), OWN_MASKS, None) == "eager"
     left_out = not eager and q_length == kv_length  # what else there may be makes another pattern
+    may_skip = bool(others.get("allow_is_causal_skip", True))  # models that add to the mask ask for one
     none_for_all = bool(others.get("allow_is_bidirectional_skip"))
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if _indexes(mask_function):
@@ -165,7 +166,7 @@ def mask_facts(
     chunk = facts.chunk if facts.chunk < longest else 0
     plain = not (window or chunk or facts.segments is not None)
     left_out = left_out and plain
-    if attention_mask is None and q_length > 1 and (left_out if facts.causal else plain and none_for_all):
+    if attention_mask is None and q_length > 1 and (left_out and may_skip if facts.causal else plain and none_for_all):
         return None
     return replace(facts, window=window, chunk=chunk, left_out=left_out, make=own)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,13 +96,14 @@ def copy_with(model: nn.Module, tensors: Mapping[int, Tensor], shared: bool = Fa
     _OWNED[made] = owned_by(model)
     for buffer in model.buffers():
         if (copied := tensors.get(id(buffer))) is not None and copied.is_meta:
-            _ORIGINALS[copied] = with_values(buffer)
+            _ORIGINALS[copied] = weakref.ref(with_values(buffer))
     return made
 
 
 def with_values(buffer: Tensor) -> Tensor:
-    """A buffer, or for one on the meta device that a copy has, the original's."""
-    return _ORIGINALS.get(buffer, buffer)
+    """A buffer, or for one on the meta device that a copy has, the original's while it exists."""
+    found = _ORIGINALS[buffer]() if buffer in _ORIGINALS else None
+    return buffer if found is None else found
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -227,7 +229,8 @@ def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 _OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # by skeleton: of its original model
-_ORIGINALS = WeakTensorKeyDictionary()  # buffers of skeletons -> those of the original model
+# Buffers of skeletons -> those of the original model; who holds a buffer decides whether its memory is taken over.
+_ORIGINALS = WeakTensorKeyDictionary()
 
 
 def owned_by(model: nn.Module) -> Owned:

@@ -216,14 +216,15 @@ def _add_when_waited(gm: GraphModule) -> None:
 
 
 def _leaving(node: Node, end: Node) -> list[Node]:
-    """The calls between a value and the end of the graph, in order; none where one of them takes other values."""
+    """The calls between a value and the end of the graph, in order; none where one of them takes other values, or is
+    a transfer itself."""
     found = {node: None}
     for user in (queue := [u for u in node.users if u is not end]):
         found[user] = None
         queue += [u for u in user.users if u is not end and u not in queue]
     uses = sorted([*found][1:])
     free = all(x in found or x.op == "placeholder" for use in uses for x in use.all_input_nodes)
-    return uses if free else []
+    return uses if free and not any(map(is_started, uses)) else []
 
 
 def _through(before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
