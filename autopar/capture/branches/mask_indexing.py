@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture.branches import rowwise_ops as known
+from autopar.capture.branches.chosen_loops import ChosenLoops
 from autopar.capture.branches.known_values import count_answer, writes
 from autopar.capture.branches.mask_positions import MaskPositions
 from autopar.capture.branches.mask_writes import MaskWrites
@@ -71,7 +72,8 @@ class MaskIndexing:
         self._shapes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> its shape
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
         self._numbers = itertools.count()
-        self._positions = MaskPositions(self, refuse)
+        self._positions, self._loops = MaskPositions(self, refuse), ChosenLoops(self._skipped)
+        self._masks_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> as it was given
         self._writes, self._views = MaskWrites(self, self._positions), RowViews(self)
         self._python: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that stand for Python numbers
         self._ours: set[Any] = set()  # nodes of calls that `called` handled
@@ -115,12 +117,28 @@ class MaskIndexing:
         self._skipped[id(frame), lines] = mask if mask in self._shapes else self.mask_of_rows(mask)
         return bool(some)
 
+    def turns(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Any, number: Callable[[Any], Any]
+    ) -> Any:
+        """What ``for e in hit`` runs over, where ``hit`` are the positions of a mask; None for any other call.
+        ``number``: makes a known tensor."""
+        found = self._positions.chosen(function, args, kwargs)
+        if found is None:
+            return None
+        chosen, table = found
+        return self._loops.turns(chosen, frame, lambda e: number([e] if table else e))
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the forward is in a loop over the positions of a mask."""
+        return bool(self._loops.running)
+
     def if_taken(self, made: Tensor, before: Tensor, flat: Tensor | None) -> Tensor:
         """What a write to rows of a mask leaves: ``before`` where a branch around it, on another mask, skips it."""
         while flat is not None and flat in self._within:
             flat = self._within[flat]
         for mask in self._branches():
-            if mask is not flat:
+            if mask is not flat and not (flat in self._masks_of and self._loops.implied(mask, self._masks_of[flat])):
                 made = torch.where(mask.any(), made, before)
         return made
 
@@ -306,6 +324,7 @@ class MaskIndexing:
             with self.looked_at(rows=False):
                 self._flat[key] = (mask.flatten() if mask.dim() > 1 else mask).clone()
             self._shapes[self._flat[key]] = self._origin(mask).shape
+            self._masks_of[self._flat[key]] = mask
         return self._flat[key]
 
     def _key_of_rows(self, mask: Tensor) -> Any:
@@ -360,6 +379,7 @@ class MaskIndexing:
             if key not in self._flat:
                 self._flat[key] = (mask.flatten() if mask.dim() > 1 else mask).clone()
                 self._shapes[self._flat[key]] = self._origin(mask).shape
+            self._masks_of[self._flat[key]] = mask
             flat = self._flat[key]
         return self._keep(self.harmless(x, flat), flat)
 
