@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.fx.graph_nodes import node_of
 from autopar.capture.branches.expert_masks import expert_mask, experts_asked
-from autopar.capture.branches.row_branches import UPDATES, Lines, is_plain, stays, updates
+from autopar.capture.branches.row_branches import Lines, is_plain, stays, updates
 
 
 class ChosenLoops:
@@ -110,12 +110,6 @@ def _lines(function: ast.FunctionDef, loop: ast.For) -> range | None:
 def _is_work(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.If):
         return all(isinstance(x, ast.Continue) or _is_work(x) for x in (*statement.body, *statement.orelse))
-    if isinstance(statement, ast.Expr):
-        call = statement.value
-        if isinstance(call, ast.Constant):
-            return True
-        name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
-        return name in UPDATES or (name.endswith("_") and not name.endswith("__"))
     return is_plain(statement)
 
 

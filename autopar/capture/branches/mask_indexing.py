@@ -73,6 +73,8 @@ class MaskIndexing:
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
         self._numbers = itertools.count()
         self._positions, self._loops = MaskPositions(self, refuse), ChosenLoops(self._skipped)
+        self._conditional: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> masks of its branches
+        self._updates: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what `if_taken` has made
         self._masks_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> as it was given
         self._writes, self._views = MaskWrites(self, self._positions), RowViews(self)
         self._python: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that stand for Python numbers
@@ -83,14 +85,39 @@ class MaskIndexing:
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """(result of a call on selected rows, ); () for a call without them, whose arguments `handed_on` returns."""
+        if self._conditional:
+            self.check_conditional(getattr(function, "__name__", "a function"), (args, kwargs))
         found = self._positions.called(function, args, kwargs) or self._called(function, args, kwargs)
         if not found and self._skipped:
             found = self._updated(function, args, kwargs)
         if found:
             self._positions.note(function, args, found[0])
+            self._note_conditional((args, kwargs), found[0])
         elif self._skipped and writes(function):
             self._check_skipped(getattr(function, "__name__", "a function"))
         return found
+
+    def _note_conditional(self, arguments: Any, made: Any) -> None:
+        """Record values that exist only where a branch is taken: all that is made in it but rows and what is written to
+        tensors of before."""
+        if not self._skipped or not (masks := self._branches()):
+            return
+        given = {id(x) for x in pytree.tree_leaves(arguments)}
+        for x in pytree.tree_leaves(made):
+            if isinstance(x, Tensor) and id(x) not in given and x not in self._masks and x not in self._updates:
+                self._conditional[x] = masks
+
+    def check_conditional(self, name: str, arguments: Any) -> None:
+        """Refuse the use of a value that is computed in a branch outside of it; ``name``: who uses it."""
+        found = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x in self._conditional]
+        if not found:
+            return
+        now = {id(mask) for mask in self._branches()}
+        if any(id(mask) not in now for x in found for mask in self._conditional[x]):
+            self._refuse(
+                f"{name} reads a value that a branch on a mask computes, only where the mask has entries; compute it "
+                "outside of the branch, or write to rows of the mask alone"
+            )
 
     def _updated(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """y.masked_scatter(...) and the like, which leave y where a branch around them is not taken"""
@@ -140,6 +167,7 @@ class MaskIndexing:
         for mask in self._branches():
             if mask is not flat and not (flat in self._masks_of and self._loops.implied(mask, self._masks_of[flat])):
                 made = torch.where(mask.any(), made, before)
+        self._updates[made] = True
         return made
 
     def _branches(self) -> list[Tensor]:
@@ -265,6 +293,7 @@ class MaskIndexing:
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Record the result of a call, if it is a mask, or the number of its rows."""
         self._views.note(function, args, kwargs, made)
+        self._note_conditional((args, kwargs), made)
         if isinstance(made, Tensor) and not made.dim():
             self._note_count(function, args, kwargs, made)
         of_masks = (

@@ -75,12 +75,20 @@ def _skipped(
 
 
 def is_plain(statement: ast.stmt) -> bool:
-    """Whether a statement assigns names, writes to entries of a tensor, or calls a function."""
+    """Whether a statement assigns names, or writes to a tensor."""
     if isinstance(statement, ast.Assign):
         return all(map(_is_target, statement.targets))
     if isinstance(statement, ast.AugAssign | ast.AnnAssign):
         return _is_target(statement.target)
-    return isinstance(statement, ast.Expr | ast.Pass)
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant) or _writes_tensor(statement.value)
+    return isinstance(statement, ast.Pass)
+
+
+def _writes_tensor(call: ast.expr) -> bool:
+    """y.index_add_(...), not found.append(...), which is there or not by the branch"""
+    name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+    return name in UPDATES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_target(target: ast.expr) -> bool:

@@ -179,6 +179,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def _finished(self, made: Any) -> Any:
         """After the forward: check its result, and leave out what has no static shape beside a loss or other values."""
+        self.rows.check_conditional("the result of the forward", made)
         if self.rows.are_in(made):
             others = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor) and not self.rows.are_in(x)]
             named = isinstance(made, Mapping) and others
