@@ -238,7 +238,11 @@ def _step(node: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | 
         d = args[1] % (rank + 1)
         return x, (*at[:d], *at[d + 1 :])
     if target in (aten.squeeze.dim, aten.squeeze.dims):
-        return x, at if rank == len(at) else _with_ones(x, at)
+        dims = [args[1]] if isinstance(args[1], int) else args[1]
+        with_ones = list(at)
+        for d in sorted(d % rank for d in dims if x.meta["val"].shape[d] == 1):
+            with_ones.insert(d, 0)
+        return x, tuple(with_ones)
     if target is aten.expand.default:
         return x, _aligned(x, at)
     if target is aten.slice.Tensor:
@@ -254,14 +258,6 @@ def _step(node: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | 
             d = dims[0] % rank
             return x, (*at[:d], ANY, *at[d:])
     return None
-
-
-def _with_ones(x: Any, at: tuple[Place, ...]) -> tuple[Place, ...]:
-    """Places in a tensor of which dims of size one were removed."""
-    left = iter(at)
-    ones = sum(n == 1 for n in x.meta["val"].shape) - (len(x.meta["val"].shape) - len(at))
-    assert not ones, "squeezed in part"
-    return tuple(0 if n == 1 else next(left) for n in x.meta["val"].shape)
 
 
 def _sliced(node: Any, x: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:

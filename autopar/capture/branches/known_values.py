@@ -42,7 +42,7 @@ _ZEROS = {
 _ASKED = {
     _METHODS.item, _METHODS.tolist, _METHODS.__bool__, _METHODS.__int__, _METHODS.__float__, _METHODS.__index__,
     _METHODS.numpy, torch.is_nonzero, _METHODS.is_nonzero, torch.equal, _METHODS.equal, torch.allclose,
-    _METHODS.allclose,
+    _METHODS.allclose, _METHODS.__format__,
 }  # fmt: skip  # they return Python values
 _SIZED = {
     torch.nonzero, _METHODS.nonzero, torch.argwhere, _METHODS.argwhere, torch.unique, _METHODS.unique,

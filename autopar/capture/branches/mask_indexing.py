@@ -92,7 +92,8 @@ class MaskIndexing:
             found = self._updated(function, args, kwargs)
         if found:
             self._positions.note(function, args, found[0])
-            self._note_conditional((args, kwargs), found[0])
+            if known.plain_name(function) not in UPDATES:
+                self._note_conditional((args, kwargs), found[0])
         elif self._skipped and writes(function):
             self._check_skipped(getattr(function, "__name__", "a function"))
         return found
