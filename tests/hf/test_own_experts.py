@@ -157,9 +157,10 @@ def _replaced(experts: Any) -> None:
 def test_experts_that_are_not_as_they_were_written_are_not_dispatched(change: Any) -> None:
     model, batch = own("switch transformers")
     change(next(m for m in model.modules() if isinstance(m, SwitchTransformersExperts)))
-    way_out = r"(?s)for expert_idx in expert_hit.*for experts, call autopar::moe_dispatch, grouped_mm and moe_combine"
-    with pytest.raises(ValueError, match=way_out):
-        compile_model(model, batch, Mesh.of(ep=2), lift_to_float64=True)
+    found = check_model(model, batch, Mesh.of(ep=2))
+    assert found.worst < 1e-10, "the loop over the experts that any token chose is captured as it is"
+    nodes = [node for node in found.compiled.stage.forward.graph.graph.nodes if "moe_dispatch" in str(node.target)]
+    assert len(nodes) == 1, "that of the other layer"
 
 
 def test_rows_of_experts_that_are_dropped_are_refused() -> None:

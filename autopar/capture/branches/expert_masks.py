@@ -26,7 +26,11 @@ _AS_THEY_ARE = (
     aten.to.dtype_layout, aten.lift_fresh_copy.default, aten.contiguous.default,
     aten.detach_.default, aten.to.device, aten.to.other,
 )  # fmt: skip
-_TESTS = (aten.ne.Scalar, aten.gt.Scalar)  # of a count or a flag with 0
+_TESTS = {
+    aten.ne.Scalar: 0, aten.not_equal.Scalar: 0, aten.gt.Scalar: 0, aten.greater.Scalar: 0,
+    aten.ge.Scalar: 1, aten.greater_equal.Scalar: 1,
+}  # fmt: skip  # of a count or a flag: with what
+_REDUCES = (aten.any.dim, aten.any.dims, aten.sum.dim_IntList, aten.amax.default, aten.max.dim)
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _ANDS = (
@@ -56,6 +60,31 @@ class ExpertMask:
 def expert_mask(node: Any) -> ExpertMask | None:
     """What a boolean node says of the experts of tokens; None if it is no such mask."""
     return _mask(node, tuple((d,) for d in range(node.meta["val"].dim())))
+
+
+def experts_asked(node: Any, expert: int) -> ExpertMask | None:
+    """What entry ``expert`` of a boolean node [E] says: whether any token chose it. The mask's own dims are numbered in
+    any order."""
+    at: tuple[Place, ...] = (expert,)
+    while True:
+        for x, places in _behind(node, at):  # noqa: B007 - the last one
+            pass
+        dims = _reduced(x)
+        if dims is None:
+            return _mask(x, places)
+        found = list(places)
+        for d in dims:
+            found.insert(d, (len(found),))
+        node, at = x.args[0], tuple(found)
+
+
+def _reduced(x: Any) -> list[int] | None:
+    """The dims over which a node is a sum, or true where any entry is, in order."""
+    if x.target not in _REDUCES or len(x.args) > 2 or x.kwargs.get("keepdim"):
+        return None
+    rank = x.args[0].meta["val"].dim()
+    dims = [x.args[1]] if isinstance(x.args[1], int) else list(x.args[1] or range(rank))
+    return sorted(d % rank for d in dims)
 
 
 def are_distinct(mask: Tensor) -> bool:
@@ -185,7 +214,7 @@ def _step(node: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | 
         return None
     target, args = node.target, node.args
     rank = len(x.meta["val"].shape) if isinstance(x.meta.get("val"), Tensor) else 0
-    if target in _AS_THEY_ARE or (target in _TESTS and args[1] == 0):
+    if target in _AS_THEY_ARE or (target in _TESTS and args[1] == _TESTS[target]):
         return x, at
     if target in (aten.permute.default, aten.transpose.int, aten.t.default):
         order = list(range(rank))
@@ -209,27 +238,26 @@ def _step(node: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | 
         d = args[1] % (rank + 1)
         return x, (*at[:d], *at[d + 1 :])
     if target in (aten.squeeze.dim, aten.squeeze.dims):
-        return x, at if rank == len(at) else _with_ones(x, at)
+        dims = [args[1]] if isinstance(args[1], int) else args[1]
+        with_ones = list(at)
+        for d in sorted(d % rank for d in dims if x.meta["val"].shape[d] == 1):
+            with_ones.insert(d, 0)
+        return x, tuple(with_ones)
     if target is aten.expand.default:
         return x, _aligned(x, at)
     if target is aten.slice.Tensor:
         return _sliced(node, x, at)
+    if target in (aten.narrow.default, aten.narrow_copy.default):
+        d, start = args[1] % rank, args[2]
+        return (x, (*at[:d], start + at[d], *at[d + 1 :])) if isinstance(at[d], int) and start >= 0 else None
     if target in _VIEWS:
         return _viewed(node, x, at)
-    if target in (aten.any.dim, aten.any.dims, aten.sum.dim_IntList, aten.amax.default, aten.max.dim):
+    if target in _REDUCES:
         dims = [args[1]] if isinstance(args[1], int) else list(args[1] or ())
         if len(dims) == 1 and rank == len(at) + 1 and ANY not in at and len(args) < 3:
             d = dims[0] % rank
             return x, (*at[:d], ANY, *at[d:])
     return None
-
-
-def _with_ones(x: Any, at: tuple[Place, ...]) -> tuple[Place, ...]:
-    """Places in a tensor of which dims of size one were removed."""
-    left = iter(at)
-    ones = sum(n == 1 for n in x.meta["val"].shape) - (len(x.meta["val"].shape) - len(at))
-    assert not ones, "squeezed in part"
-    return tuple(0 if n == 1 else next(left) for n in x.meta["val"].shape)
 
 
 def _sliced(node: Any, x: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:

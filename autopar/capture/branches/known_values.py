@@ -42,7 +42,7 @@ _ZEROS = {
 _ASKED = {
     _METHODS.item, _METHODS.tolist, _METHODS.__bool__, _METHODS.__int__, _METHODS.__float__, _METHODS.__index__,
     _METHODS.numpy, torch.is_nonzero, _METHODS.is_nonzero, torch.equal, _METHODS.equal, torch.allclose,
-    _METHODS.allclose,
+    _METHODS.allclose, _METHODS.__format__,
 }  # fmt: skip  # they return Python values
 _SIZED = {
     torch.nonzero, _METHODS.nonzero, torch.argwhere, _METHODS.argwhere, torch.unique, _METHODS.unique,
@@ -59,6 +59,7 @@ _SIZES_FROM = {
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _REPEATS = (torch.repeat_interleave, _METHODS.repeat_interleave)
+_COMPARED = (_METHODS.__eq__, _METHODS.eq, torch.eq)
 _INDEXED = (_METHODS.__getitem__, _METHODS.__setitem__)
 _IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")}
 
@@ -112,17 +113,22 @@ class KnownValues:
         return ()
 
     def with_places(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: bool = False
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """A call with known masks and counts replaced by indices and numbers: x[mask] by x[indices], repeat_interleave
-        by index_select, new_zeros(count) by new_zeros(3), tensor([count]) by tensor([3]). Other calls are unchanged."""
+        by index_select, new_zeros(count) by new_zeros(3), tensor([count]) by tensor([3]). ``numbers``: known
+        indices of one element by numbers, too, x[e] by x[3]. Other calls are unchanged."""
         if function in _FROM_LISTS and args and isinstance(args[0], (list, tuple)):
             return function, (self._with_numbers(args[0], any_dtype=True), *args[1:]), kwargs
         if function in _SIZES_FROM and any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
             first = _SIZES_FROM[function]
             return function, (*args[:first], *self._with_numbers(args[first:])), self._with_numbers(kwargs)
+        if numbers and function in _COMPARED and len(args) == 2 and not kwargs:
+            return function, (args[0], *self._with_numbers(args[1:])), kwargs
         if function in _INDEXED:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if numbers and (found := self._at_numbers(function, args, indices)) is not None:
+                return found
             if any(map(_is_mask, indices)):
                 places = [self._places(i) for i in indices]
                 if all(p is not None for p in places):
@@ -136,6 +142,21 @@ class KnownValues:
                     rows = torch.arange(len(counts)).repeat_interleave(counts)
                 return torch.index_select, (args[0], dim, rows), {}
         return function, args, kwargs
+
+    def _at_numbers(
+        self, function: Any, args: tuple[Any, ...], indices: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+        """x[e] and x[e[None]] as select and as a copy of one row."""
+        (index, *rest) = indices
+        if rest or function is not _METHODS.__getitem__ or not isinstance(index, Tensor) or index.dtype == torch.uint8:
+            return None
+        if index.dtype not in _WHOLE or index.numel() != 1 or index.dim() > 1 or (value := self.value(index)) is None:
+            return None
+        count_answer()
+        place = int(value) % args[0].shape[0]
+        if not index.dim():
+            return torch.select, (args[0], 0, place), {}
+        return torch.narrow_copy, (args[0], 0, place, 1), {}
 
     def _with_numbers(self, arguments: Any, any_dtype: bool = False) -> Any:
         """Arguments with Python numbers (integers, or any) in place of known scalar tensors."""

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture.branches import rowwise_ops as known
+from autopar.capture.branches.chosen_loops import ChosenLoops
 from autopar.capture.branches.known_values import count_answer, writes
 from autopar.capture.branches.mask_positions import MaskPositions
 from autopar.capture.branches.mask_writes import MaskWrites
@@ -71,7 +72,10 @@ class MaskIndexing:
         self._shapes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> its shape
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
         self._numbers = itertools.count()
-        self._positions = MaskPositions(self, refuse)
+        self._positions, self._loops = MaskPositions(self, refuse), ChosenLoops(self._skipped)
+        self._conditional: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> masks of its branches
+        self._updates: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what `if_taken` has made
+        self._masks_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask, flattened -> as it was given
         self._writes, self._views = MaskWrites(self, self._positions), RowViews(self)
         self._python: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that stand for Python numbers
         self._ours: set[Any] = set()  # nodes of calls that `called` handled
@@ -81,14 +85,40 @@ class MaskIndexing:
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """(result of a call on selected rows, ); () for a call without them, whose arguments `handed_on` returns."""
+        if self._conditional:
+            self.check_conditional(getattr(function, "__name__", "a function"), (args, kwargs))
         found = self._positions.called(function, args, kwargs) or self._called(function, args, kwargs)
         if not found and self._skipped:
             found = self._updated(function, args, kwargs)
         if found:
             self._positions.note(function, args, found[0])
+            if known.plain_name(function) not in UPDATES:
+                self._note_conditional((args, kwargs), found[0])
         elif self._skipped and writes(function):
             self._check_skipped(getattr(function, "__name__", "a function"))
         return found
+
+    def _note_conditional(self, arguments: Any, made: Any) -> None:
+        """Record values that exist only where a branch is taken: all that is made in it but rows and what is written to
+        tensors of before."""
+        if not self._skipped or not (masks := self._branches()):
+            return
+        given = {id(x) for x in pytree.tree_leaves(arguments)}
+        for x in pytree.tree_leaves(made):
+            if isinstance(x, Tensor) and id(x) not in given and x not in self._masks and x not in self._updates:
+                self._conditional[x] = masks
+
+    def check_conditional(self, name: str, arguments: Any) -> None:
+        """Refuse the use of a value that is computed in a branch outside of it; ``name``: who uses it."""
+        found = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x in self._conditional]
+        if not found:
+            return
+        now = {id(mask) for mask in self._branches()}
+        if any(id(mask) not in now for x in found for mask in self._conditional[x]):
+            self._refuse(
+                f"{name} reads a value that a branch on a mask computes, only where the mask has entries; compute it "
+                "outside of the branch, or write to rows of the mask alone"
+            )
 
     def _updated(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """y.masked_scatter(...) and the like, which leave y where a branch around them is not taken"""
@@ -115,13 +145,30 @@ class MaskIndexing:
         self._skipped[id(frame), lines] = mask if mask in self._shapes else self.mask_of_rows(mask)
         return bool(some)
 
+    def turns(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Any, number: Callable[[Any], Any]
+    ) -> Any:
+        """What ``for e in hit`` runs over, where ``hit`` are the positions of a mask; None for any other call.
+        ``number``: makes a known tensor."""
+        found = self._positions.chosen(function, args, kwargs)
+        if found is None:
+            return None
+        chosen, table = found
+        return self._loops.turns(chosen, frame, lambda e: number([e] if table else e))
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the forward is in a loop over the positions of a mask."""
+        return bool(self._loops.running)
+
     def if_taken(self, made: Tensor, before: Tensor, flat: Tensor | None) -> Tensor:
         """What a write to rows of a mask leaves: ``before`` where a branch around it, on another mask, skips it."""
         while flat is not None and flat in self._within:
             flat = self._within[flat]
         for mask in self._branches():
-            if mask is not flat:
+            if mask is not flat and not (flat in self._masks_of and self._loops.implied(mask, self._masks_of[flat])):
                 made = torch.where(mask.any(), made, before)
+        self._updates[made] = True
         return made
 
     def _branches(self) -> list[Tensor]:
@@ -247,6 +294,7 @@ class MaskIndexing:
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Record the result of a call, if it is a mask, or the number of its rows."""
         self._views.note(function, args, kwargs, made)
+        self._note_conditional((args, kwargs), made)
         if isinstance(made, Tensor) and not made.dim():
             self._note_count(function, args, kwargs, made)
         of_masks = (
@@ -306,6 +354,7 @@ class MaskIndexing:
             with self.looked_at(rows=False):
                 self._flat[key] = (mask.flatten() if mask.dim() > 1 else mask).clone()
             self._shapes[self._flat[key]] = self._origin(mask).shape
+            self._masks_of[self._flat[key]] = mask
         return self._flat[key]
 
     def _key_of_rows(self, mask: Tensor) -> Any:
@@ -360,6 +409,7 @@ class MaskIndexing:
             if key not in self._flat:
                 self._flat[key] = (mask.flatten() if mask.dim() > 1 else mask).clone()
                 self._shapes[self._flat[key]] = self._origin(mask).shape
+            self._masks_of[self._flat[key]] = mask
             flat = self._flat[key]
         return self._keep(self.harmless(x, flat), flat)
 

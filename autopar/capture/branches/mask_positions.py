@@ -113,6 +113,18 @@ class MaskPositions:
         kept = same and (before[2] is flat if isinstance(flat, Tensor) else before[2] == flat)
         return before[3] if kept and before is not None else None
 
+    def chosen(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, bool] | None:
+        """(mask [E], whether each entry is [1]) if a call makes what a loop over its positions runs over."""
+        x = args[0] if args else None
+        along = function in (_TENSOR.unbind, torch.unbind) and args[1:] in ((), (0,)) and not kwargs
+        if not along or not isinstance(x, Tensor):
+            return None
+        table = x in self._tables
+        if not table and x not in self._known:
+            return None
+        position = self._tables[x][0] if table else self._known[x]
+        return (position.mask, table) if len(position.shape) == 1 else None
+
     # --- where and nonzero ----------------------------------------------------------------------------------
 
     def _located(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -156,7 +168,15 @@ class MaskPositions:
         )
         position = self._known[x] if x in self._known else self._columns[x]
         if not shaped:
-            same = function in (_TENSOR.long, _TENSOR.squeeze, torch.squeeze, _TENSOR.to, _TENSOR.clone, _TENSOR.detach)
+            same = function in (
+                _TENSOR.long,
+                _TENSOR.cpu,
+                _TENSOR.squeeze,
+                torch.squeeze,
+                _TENSOR.to,
+                _TENSOR.clone,
+                _TENSOR.detach,
+            )
             if not same or x not in self._known:
                 return ()
         with self._rows.looked_at(rows=True):

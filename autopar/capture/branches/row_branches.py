@@ -69,18 +69,26 @@ def _skipped(
         work = after
     else:
         return None
-    if not work or not all(map(_is_plain, work)) or not _stays(function, work):
+    if not work or not all(map(is_plain, work)) or not stays(function, work):
         return None
     return range(work[0].lineno, (work[-1].end_lineno or work[-1].lineno) + 1)
 
 
-def _is_plain(statement: ast.stmt) -> bool:
-    """Whether a statement assigns names, writes to entries of a tensor, or calls a function."""
+def is_plain(statement: ast.stmt) -> bool:
+    """Whether a statement assigns names, or writes to a tensor."""
     if isinstance(statement, ast.Assign):
         return all(map(_is_target, statement.targets))
     if isinstance(statement, ast.AugAssign | ast.AnnAssign):
         return _is_target(statement.target)
-    return isinstance(statement, ast.Expr | ast.Pass)
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant) or _writes_tensor(statement.value)
+    return isinstance(statement, ast.Pass)
+
+
+def _writes_tensor(call: ast.expr) -> bool:
+    """y.index_add_(...), not found.append(...), which is there or not by the branch"""
+    name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+    return name in UPDATES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_target(target: ast.expr) -> bool:
@@ -91,7 +99,7 @@ def _is_target(target: ast.expr) -> bool:
     return isinstance(target, ast.Name)
 
 
-def _stays(function: ast.FunctionDef, work: Sequence[ast.stmt]) -> bool:
+def stays(function: ast.AST, work: Sequence[ast.stmt]) -> bool:
     """Whether no name that is assigned here is read elsewhere, but for the value that it had: y = y.index_add(...)."""
     inside = {id(x) for statement in work for x in ast.walk(statement)}
     assigned: set[str] = set()
@@ -99,7 +107,7 @@ def _stays(function: ast.FunctionDef, work: Sequence[ast.stmt]) -> bool:
         for x in ast.walk(statement):
             if isinstance(x, ast.NamedExpr):
                 return False
-            if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and not _updates(statement, x.id):
+            if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and not updates(statement, x.id):
                 assigned.add(x.id)
     read = {
         x.id
@@ -109,7 +117,7 @@ def _stays(function: ast.FunctionDef, work: Sequence[ast.stmt]) -> bool:
     return not assigned & read
 
 
-def _updates(statement: ast.stmt, name: str) -> bool:
+def updates(statement: ast.stmt, name: str) -> bool:
     """name = name.index_add(...), torch.index_add(name, ...) or torch.where(mask, values, name)"""
     call = statement.value if isinstance(statement, ast.Assign) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):

@@ -145,7 +145,9 @@ class FunctionWatch(TorchFunctionMode):
             if answer is not None:
                 self.said |= {answer[1]: None} if answer[1] else {}
                 return answer[0]
-        func, args, kwargs = self.known.with_places(func, args, kwargs)
+        if (turns := self.rows.turns(func, args, kwargs, caller(), self._known_number)) is not None:
+            return turns
+        func, args, kwargs = self.known.with_places(func, args, kwargs, numbers=self.rows.in_turn)
         if rows := self.rows.called(func, args, kwargs):
             return rows[0]
         args, kwargs = self.rows.handed_on(func, (args, kwargs))
@@ -157,6 +159,10 @@ class FunctionWatch(TorchFunctionMode):
             self._noted(made)
         self.known.note(func, args, kwargs, made, written)
         self.rows.note(func, args, kwargs, made)
+        return made
+
+    def _known_number(self, value: Any) -> Tensor:
+        made: Tensor = self._called(torch.tensor, (value,), {})
         return made
 
     def _begins(self) -> None:
@@ -173,6 +179,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def _finished(self, made: Any) -> Any:
         """After the forward: check its result, and leave out what has no static shape beside a loss or other values."""
+        self.rows.check_conditional("the result of the forward", made)
         if self.rows.are_in(made):
             others = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor) and not self.rows.are_in(x)]
             named = isinstance(made, Mapping) and others
