@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.fx.graph_nodes import node_of
 from autopar.capture.branches.expert_masks import expert_mask, experts_asked
-from autopar.capture.branches.row_branches import Lines, is_plain, stays, updates
+from autopar.capture.branches.row_branches import Lines, functions_at, is_plain, stays, updates
 
 
 class ChosenLoops:
@@ -89,15 +89,10 @@ class _Turns:
 @functools.lru_cache(256)
 def _body(text: str, line: int) -> range | None:
     """The lines of the body of the loop over what this line makes, if its turns may be branches."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return None
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.lineno <= line <= (function.end_lineno or 0):
-            for loop in ast.walk(function):
-                if isinstance(loop, ast.For) and loop.iter.lineno <= line <= (loop.iter.end_lineno or 0):
-                    return _lines(function, loop)
+    for function in functions_at(text, line):
+        for loop in ast.walk(function):
+            if isinstance(loop, ast.For) and loop.iter.lineno <= line <= (loop.iter.end_lineno or 0):
+                return _lines(function, loop)
     return None
 
 

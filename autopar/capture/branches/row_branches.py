@@ -33,17 +33,23 @@ def skipped_lines(frame: FrameType, truth: bool) -> Lines | None:
 
 @functools.lru_cache(256)
 def _branch(text: str, line: int, truth: bool) -> range | None:
+    for function in functions_at(text, line):
+        for block, loops in _blocks(function):
+            for i, statement in enumerate(block):
+                if isinstance(statement, ast.If) and statement.lineno <= line <= (statement.test.end_lineno or 0):
+                    return _skipped(function, statement, block[i + 1 :], loops, truth)
+    return None
+
+
+def functions_at(text: str, line: int) -> Iterator[ast.FunctionDef]:
+    """The functions that a line of a source is in, the outermost first."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
-        return None
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.lineno <= line <= (function.end_lineno or 0):
-            for block, loops in _blocks(function):
-                for i, statement in enumerate(block):
-                    if isinstance(statement, ast.If) and statement.lineno <= line <= (statement.test.end_lineno or 0):
-                        return _skipped(function, statement, block[i + 1 :], loops, truth)
-    return None
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            yield node
 
 
 def _blocks(node: ast.AST) -> Iterator[tuple[list[ast.stmt], bool]]:
