@@ -43,7 +43,7 @@ FLOORS: tuple[set[str], ...] = (
     {"rules", "steps"},
     {"cost", "rewrite"},
     {"planner.experts", "planner.pipeline"},
-    {"planner", "passes.canonicalize", "passes.autodiff", "passes.step", "passes.attention"},
+    {"planner", "passes.canonicalize", "passes.canonicalize.experts", "passes.autodiff", "passes.step", "passes.attention"},
     {"passes.partition", "passes.stage"},
     {"passes"},
     {"compile", "report"},
