@@ -119,6 +119,35 @@ MORE: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "Siglip2ForImageClassification": {"vision_config": {"vision_use_head": True}},
+    "xLSTMForCausalLM": {"embedding_dim": 32, "num_blocks": 2, "ffn_round_up_to_multiple_of": 16},
+    "YoutuForCausalLM": {"head_dim": 4},
+    "Zamba2ForCausalLM": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_headdim": 16,
+        "kv_channels": 8,
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1],
+    },
+    "ZoeDepthForDepthEstimation": {"bottleneck_features": 32},
+    "VitsModel": {
+        "vocab_size": 64,
+        "upsample_initial_channel": 16,
+        "upsample_rates": [2, 2],
+        "upsample_kernel_sizes": [4, 4],
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3]],
+    },
+    "XcodecModel": {
+        "acoustic_model_config": {"downsampling_ratios": [8, 5, 4, 2]},
+        "semantic_model_config": {
+            "conv_dim": [32] * 7,
+            "conv_stride": [5, 2, 2, 2, 2, 2, 2],
+            "conv_kernel": [10, 3, 3, 3, 3, 2, 2],
+            "num_feat_extract_layers": 7,
+        },
+    },
+    "Pix2StructForConditionalGeneration": {"vision_config": {"patch_embed_hidden_size": 32}},
     "AlignModel": {"vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 80}},
     "EfficientNetForImageClassification": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
     "AutoformerForPrediction": {**SERIES, "label_length": 4, "moving_average": 5},
@@ -295,6 +324,8 @@ MORE: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
     },
     "ShieldGemma2ForImageClassification": {
+        "yes_token_index": 5,
+        "no_token_index": 7,
         "vision_config": {"image_size": 64, "patch_size": 16},
         "mm_tokens_per_image": 4,
     },
@@ -333,6 +364,21 @@ ALSO: dict[str, Any] = {
         "start_positions": torch.arange(8).reshape(4, 2) % 7,
         "end_positions": torch.arange(8).reshape(4, 2) % 5,
     },
+    "Siglip2ForImageClassification": lambda model, b: {
+        "pixel_values": _draw(4, 16, 3 * model.config.vision_config.patch_size**2),
+        "pixel_attention_mask": torch.ones(4, 16, dtype=torch.int64),
+        "spatial_shapes": torch.full((4, 2), 4),
+    },
+    "Pix2StructForConditionalGeneration": lambda model, b: {
+        "flattened_patches": torch.cat([_ids(4, 16, 2).double(), _draw(4, 16, 32)], -1)
+    },
+    "XcodecModel": lambda model, b: {"input_values": _draw(4, 1, 3200)},
+    "TimesFmModelForPrediction": lambda model, b: {
+        "past_values": _draw(4, 64),
+        "freq": torch.zeros(4, 1, dtype=torch.int64),
+        "future_values": _draw(4, 128),
+    },
+    "VideomtForUniversalSegmentation": lambda model, b: {"pixel_values_videos": _draw(4, 2, 3, 64, 64)},
     "SuperGlueForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 1, 32, 32)},
     "IdeficsForVisionText2Text": lambda model, b: {
         "pixel_values": b["pixel_values"][:, None],
@@ -405,6 +451,7 @@ LEFT_OUT: dict[str, str] = {
         _TIMM,
     ),
     "dinat": "needs natten",
+    "tvp": "transformers takes one video at a time",
     "layoutlmv2": "needs detectron2",
     **dict.fromkeys(
         (
