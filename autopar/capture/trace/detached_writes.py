@@ -51,8 +51,9 @@ def name_operands(module: GraphModule, region: Node) -> None:
         inner: Any = outputs[user.args[1]] if user.target is operator.getitem else None
         while isinstance(inner, Node) and mutates(inner.target):
             inner = inner.args[0]
-        if inner in inputs:
-            user.replace_all_uses_with(region.args[2 + inputs.index(inner)])
+        operand = region.args[2 + inputs.index(inner)] if inner in inputs else None
+        if isinstance(operand, Node):
+            user.replace_all_uses_with(operand)
 
 
 class _Shared:
