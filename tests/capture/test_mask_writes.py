@@ -452,7 +452,15 @@ def test_features_without_places_are_noticed_beside_the_branch() -> None:
     assert [note.problem(note.extremes) for note in take_notes()] == ["0 for 8"]
 
 
+def paired(h: Tensor, m: Tensor, f: Tensor) -> Tensor:
+    rows, columns = zip(*torch.stack([m.sum(1), m.sum(1)], 1), strict=True)
+    h = h.clone()
+    h[rows, columns] = 0.0
+    return h
+
+
 REFUSED: dict[str, Body] = {
+    "paired": paired,
     "joined": lambda h, m, f: h + torch.cat([h[m], f]).softmax(0)[: m.shape[0], None],
     "sorted": lambda h, m, f: h + (h[m].sort(0).values * f).sum(),
     "turned": lambda h, m, f: h + (h[m].flip(0) * f).sum(),

@@ -61,6 +61,8 @@ _PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, Asser
 _SYMBOLS = os.path.dirname(sympy.__file__)  # torch computes with it
 _MOST_INPUTS = 8
 _STATIC_INPUTS = 'declare the small input that decides it: static_inputs=("name",)'
+# In torch's errors where a forward reads the values of a tensor.
+_OF_VALUES = ("DataDependent", "data-dependent", "item()", ".numpy()", "BooleanAtom", "data is not allocated yet")
 _STOPPED = "torch.export stopped at "
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _INDICES = r"needs indices of int64, found \1", "pass ids.long()"
@@ -330,7 +332,7 @@ def _is_ours(error: BaseException) -> bool:
 
 def _asks_values(error: BaseException) -> bool:
     text = f"{type(error).__name__} {error}"
-    return any(word in text for word in ("DataDependent", "data-dependent", "item()", ".numpy()", "BooleanAtom"))
+    return any(word in text for word in _OF_VALUES)
 
 
 def _of_sizes(error: BaseException) -> bool:
