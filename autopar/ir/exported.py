@@ -227,8 +227,8 @@ def _refuse(output: str, lost: Sequence[str], more: Sequence[str]) -> None:
     here, there = ("does not reach", "does") if lost else ("reaches", "does not")
     raise ValueError(
         f"capture: a step must train what torch trains, found that the backward of {output} {here} {shown} in the "
-        f"captured graph, and {there} in torch; the forward acts on autograd other than by torch functions, or writes "
-        "under no_grad to a value with a gradient: use torch.where or an autograd.Function"
+        f"captured graph, and {there} in torch; the forward acts on autograd other than by torch functions: use an "
+        "autograd.Function"
     )
 
 

@@ -51,6 +51,7 @@ def checks(self: Any, h: Tensor) -> Tensor:
         raise ValueError("too large")
     assert (h < 1e6).all(), "too large"
     assert not (h > 1e6).any()
+    assert torch.all(h < 1e6).item(), "too large"
     if not (h < 1e6).all():
         warnings.warn("too large", stacklevel=1)
     if torch.equal(h, h * 0):
@@ -60,6 +61,12 @@ def checks(self: Any, h: Tensor) -> Tensor:
 
 def counts(self: Any, h: Tensor) -> Tensor:
     if (h > 0).any():
+        h = -h
+    return h
+
+
+def compared_item(self: Any, h: Tensor) -> Tensor:
+    if (h > 1e6).any().item() == False:  # noqa: E712
         h = -h
     return h
 
@@ -121,7 +128,8 @@ def test_what_means_the_same_either_way(middle: Any) -> None:
     assert check_model(Net(middle).double(), batch(), Mesh.of(dp=2)).worst < 1e-12
 
 
-@pytest.mark.parametrize("middle", [counts, narrow, another, otherwise, expression, loop, caught, mixed],
+@pytest.mark.parametrize("middle", [counts, narrow, another, otherwise, expression, loop, caught, mixed,
+                                    compared_item],
                          ids=lambda f: f.__name__)  # fmt: skip
 def test_what_counts_is_refused(middle: Any) -> None:
     with pytest.raises(ValueError, match=rf"branches.py:\d+ in {middle.__name__}, .*instead of a branch"):

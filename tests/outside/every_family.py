@@ -174,8 +174,11 @@ def _made(kind: Any, config: Any) -> tuple[nn.Module, dict[str, Any], Expected]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     with torch.no_grad():
         for p in model.parameters():
+            if normed and p.dim() == 4:  # small kernels leave batch norms a variance below the rounding of their mean
+                nn.init.kaiming_normal_(p)
             if p.dim() == 1:  # off their zeros and ones, so that a mistake about them shows
                 p.add_(torch.randn_like(p), alpha=0.05)
     said = []

@@ -81,9 +81,10 @@ def _placed(model: nn.Module, batch: Batch, images: Batch) -> Batch:
     tower = getattr(model, "get_image_features", None) or getattr(inner, "get_image_features", None)
     if tower is None:
         return batch
+    taken = {n: batch[n] for n in inspect.signature(tower).parameters if n in batch and n != "input_ids"}
     try:
         with torch.no_grad():
-            found = tower(**images)
+            found = tower(**taken)
     except Exception:
         return batch
     found = getattr(found, "pooler_output", found)

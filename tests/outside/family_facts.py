@@ -84,6 +84,20 @@ _MIMI = {
     "vector_quantization_hidden_dimension": 32,
     "num_quantizers": 4,
 }
+_TOWER = {"image_size": 32, "patch_size": 8}
+# A windowed vision transformer.
+_WINDOWED = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "pretrain_image_size": 64,
+    "window_block_indices": [0],
+}
+_ON_RESNET = {**RESNET, "backbone_config": _resnet()}
+_SECTIONS = {"text_config": _rotary(2, 1, 1)}
+_OF_IMAGES = {"image_token_index": 50}
+_OF_CODES = {"decoder": {"decoder_start_token_id": 0, "pad_token_id": 0}}
 _TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -94,6 +108,7 @@ _TEXT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+_MUSICGEN = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
 SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "feature_size": 5}
 MORE: dict[str, dict[str, Any]] = {
     "XmodForCausalLM": {"default_language": "en_XX"},
@@ -109,9 +124,9 @@ MORE: dict[str, dict[str, Any]] = {
         "scaled_images_feature_dims": [32, 32],
         "intermediate_hook_ids": [1, 0],
         "intermediate_feature_dims": [32, 32],
-        "image_model_config": {"image_size": 32, "patch_size": 8},
-        "patch_model_config": {"image_size": 32, "patch_size": 8},
-        "fov_model_config": {"image_size": 32, "patch_size": 8},
+        "image_model_config": _TOWER,
+        "patch_model_config": _TOWER,
+        "fov_model_config": _TOWER,
     },
     "KimiLinearForCausalLM": {
         "num_experts": 4,
@@ -119,6 +134,35 @@ MORE: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "Siglip2ForImageClassification": {"vision_config": {"vision_use_head": True}},
+    "xLSTMForCausalLM": {"embedding_dim": 32, "num_blocks": 2, "ffn_round_up_to_multiple_of": 16},
+    "YoutuForCausalLM": {"head_dim": 4},
+    "Zamba2ForCausalLM": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_headdim": 16,
+        "kv_channels": 8,
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1],
+    },
+    "ZoeDepthForDepthEstimation": {"bottleneck_features": 32},
+    "VitsModel": {
+        "vocab_size": 64,
+        "upsample_initial_channel": 16,
+        "upsample_rates": [2, 2],
+        "upsample_kernel_sizes": [4, 4],
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3]],
+    },
+    "XcodecModel": {
+        "acoustic_model_config": {"downsampling_ratios": [8, 5, 4, 2]},
+        "semantic_model_config": {
+            "conv_dim": [32] * 7,
+            "conv_stride": [5, 2, 2, 2, 2, 2, 2],
+            "conv_kernel": [10, 3, 3, 3, 3, 2, 2],
+            "num_feat_extract_layers": 7,
+        },
+    },
+    "Pix2StructForConditionalGeneration": {"vision_config": {"patch_embed_hidden_size": 32}},
     "AlignModel": {"vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 80}},
     "EfficientNetForImageClassification": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
     "AutoformerForPrediction": {**SERIES, "label_length": 4, "moving_average": 5},
@@ -126,8 +170,7 @@ MORE: dict[str, dict[str, Any]] = {
     "BltForCausalLM": {
         "encoder_hash_byte_group_vocab": 50,
         "patch_in_forward": False,
-        "encoder_config": {"hidden_size_global": 64},
-        "decoder_config": {"hidden_size_global": 64},
+        **{part: {"hidden_size_global": 64} for part in ("encoder_config", "decoder_config")},
         "global_config": {"hidden_size": 64},
     },
     **dict.fromkeys(("RTDetrForObjectDetection", "RTDetrV2ForObjectDetection"), _detr(_RT_RESNET)),
@@ -136,16 +179,10 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     "PPDocLayoutV2ForObjectDetection": {**_detr(_HGNET), "class_thresholds": [0.0, 0.0], "class_order": [0, 1]},
     "PPDocLayoutV3ForObjectDetection": {**_detr(_HGNET_4), "x4_feat_dim": 16},
-    "PPOCRV5ServerDetForObjectDetection": _OCR,
-    "PPOCRV6MediumDetForObjectDetection": _OCR,
+    **dict.fromkeys(("PPOCRV5ServerDetForObjectDetection", "PPOCRV6MediumDetForObjectDetection"), _OCR),
     "LwDetrForObjectDetection": {
         "backbone_config": LwDetrViTConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=64,
-            pretrain_image_size=64,
-            window_block_indices=[0],
+            **_WINDOWED,
             num_windows=4,
             out_features=["stage1", "stage2"],
         ),
@@ -155,8 +192,7 @@ MORE: dict[str, dict[str, Any]] = {
         "decoder_cross_attention_heads": 4,
         "group_detr": 2,
     },
-    "Blip2ForConditionalGeneration": {"image_token_index": 50},
-    "InstructBlipForConditionalGeneration": {"image_token_index": 50},
+    **dict.fromkeys(("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration"), _OF_IMAGES),
     "SegGptForImageSegmentation": {
         "image_size": [64, 32],
         "pretrain_image_size": 32,
@@ -188,13 +224,8 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "VitMatteForImageMatting": {
         "backbone_config": VitDetConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=64,
-            pretrain_image_size=64,
+            **_WINDOWED,
             window_size=2,
-            window_block_indices=[0],
             residual_block_indices=[],
             num_channels=4,
             out_features=["stage2"],
@@ -232,9 +263,14 @@ MORE: dict[str, dict[str, Any]] = {
     "JanusForConditionalGeneration": {
         "vq_config": {"num_groups": 4, "base_channels": 32, "channel_multiplier": [1, 1]}
     },
-    "ConditionalDetrForObjectDetection": {**RESNET, "backbone_config": _resnet()},
-    "DabDetrForObjectDetection": {**RESNET, "backbone_config": _resnet()},
-    "TableTransformerForObjectDetection": {**RESNET, "backbone_config": _resnet()},
+    **dict.fromkeys(
+        (
+            "ConditionalDetrForObjectDetection",
+            "DabDetrForObjectDetection",
+            "TableTransformerForObjectDetection",
+        ),
+        _ON_RESNET,
+    ),
     "DeformableDetrForObjectDetection": {**RESNET, "backbone_config": _resnet("stage2", "stage3", "stage4")},
     "DbrxForCausalLM": {
         "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},
@@ -242,16 +278,20 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "Dots1ForCausalLM": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
-    "Glm46VForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
-    "Glm4vForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
-    "GlmOcrForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
-    "GlmImageForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
+    **dict.fromkeys(
+        (
+            "Glm46VForConditionalGeneration",
+            "Glm4vForConditionalGeneration",
+            "GlmOcrForConditionalGeneration",
+            "GlmImageForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+        ),
+        _SECTIONS,
+    ),
     "Glm4vMoeForConditionalGeneration": {"text_config": _rotary(1, 1, 0, partial_rotary_factor=0.5)},
-    "Qwen2_5_VLForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
-    "Qwen3OmniMoeThinkerForConditionalGeneration": {"text_config": _rotary(2, 1, 1)},
     "HieraForPreTraining": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 2},
-    "InformerForPrediction": {**SERIES},
-    "TimeSeriesTransformerForPrediction": {**SERIES},
+    **dict.fromkeys(("InformerForPrediction", "TimeSeriesTransformerForPrediction"), SERIES),
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
     "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
@@ -260,8 +300,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "NeoMMEForMaskedLM": {"text_config": {"head_dim": 16}, "head_dim": 16},
     "Granite4VisionForConditionalGeneration": {"deepstack_layer_map": [[-1, 0]]},
-    "MusicgenForConditionalGeneration": {"decoder": {"decoder_start_token_id": 0, "pad_token_id": 0}},
-    "MusicgenMelodyForConditionalGeneration": {"decoder": {"decoder_start_token_id": 0, "pad_token_id": 0}},
+    **dict.fromkeys(_MUSICGEN, _OF_CODES),
     "SwinForImageClassification": {"window_size": 2, "image_size": 64},
     "ClapModel": {
         "audio_config": {
@@ -295,6 +334,8 @@ MORE: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
     },
     "ShieldGemma2ForImageClassification": {
+        "yes_token_index": 5,
+        "no_token_index": 7,
         "vision_config": {"image_size": 64, "patch_size": 16},
         "mm_tokens_per_image": 4,
     },
@@ -333,6 +374,21 @@ ALSO: dict[str, Any] = {
         "start_positions": torch.arange(8).reshape(4, 2) % 7,
         "end_positions": torch.arange(8).reshape(4, 2) % 5,
     },
+    "Siglip2ForImageClassification": lambda model, b: {
+        "pixel_values": _draw(4, 16, 3 * model.config.vision_config.patch_size**2),
+        "pixel_attention_mask": torch.ones(4, 16, dtype=torch.int64),
+        "spatial_shapes": torch.full((4, 2), 4),
+    },
+    "Pix2StructForConditionalGeneration": lambda model, b: {
+        "flattened_patches": torch.cat([_ids(4, 16, 2).double(), _draw(4, 16, 32)], -1)
+    },
+    "XcodecModel": lambda model, b: {"input_values": _draw(4, 1, 3200)},
+    "TimesFmModelForPrediction": lambda model, b: {
+        "past_values": _draw(4, 64),
+        "freq": torch.zeros(4, 1, dtype=torch.int64),
+        "future_values": _draw(4, 128),
+    },
+    "VideomtForUniversalSegmentation": lambda model, b: {"pixel_values_videos": _draw(4, 2, 3, 64, 64)},
     "SuperGlueForKeypointMatching": lambda model, b: {"pixel_values": _draw(4, 2, 1, 32, 32)},
     "IdeficsForVisionText2Text": lambda model, b: {
         "pixel_values": b["pixel_values"][:, None],
@@ -362,18 +418,17 @@ ALSO: dict[str, Any] = {
         "doc_scores": _draw(4, 2),
         "labels": _ids(4, 8),
     },
-    **dict.fromkeys(
-        ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration"),
-        lambda model, b: {"labels": _ids(4, 8, model.decoder.num_codebooks)},
-    ),
+    **dict.fromkeys(_MUSICGEN, lambda model, b: {"labels": _ids(4, 8, model.decoder.num_codebooks)}),
     "Molmo2ForConditionalGeneration": lambda model, b: {
         "input_ids": _ids(4, 16),
         "labels": _ids(4, 16),
         "mm_token_type_ids": torch.zeros(4, 16, dtype=torch.int64),
     },
     "KyutaiSpeechToTextForConditionalGeneration": lambda model, b: {"input_ids": _ids(4, 8, 5), "labels": _ids(4, 8)},
-    "PPOCRV5MobileRecForTextRecognition": lambda model, b: {"pixel_values": _draw(4, 3, 48, 160)},
-    "PPOCRV6SmallRecForTextRecognition": lambda model, b: {"pixel_values": _draw(4, 3, 48, 160)},
+    **dict.fromkeys(
+        ("PPOCRV5MobileRecForTextRecognition", "PPOCRV6SmallRecForTextRecognition"),
+        lambda model, b: {"pixel_values": _draw(4, 3, 48, 160)},
+    ),
     "GraniteSpeech5ForCTC": lambda model, b: {
         "input_features": _draw(4, 32, 4 * model.config.encoder_config.num_mel_bins)
     },
@@ -387,70 +442,17 @@ CLASS = {
     "gemma3n": "Gemma3nForCausalLM",
     "perceiver": "PerceiverForMaskedLM",
 }
-# Families without a small model here, and why.
-_TIMM, _INPUTS = "needs timm", "its inputs are not derived from its signature"
-_SIZES = "its sizes depend on one another in ways that names do not tell"
-LEFT_OUT: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "edgetam",
-            "fast_vlm",
-            "omdet_turbo",
-            "pe_audio_video",
-            "pe_video",
-            "perception_lm",
-            "timm_backbone",
-            "timm_wrapper",
-        ),
-        _TIMM,
-    ),
-    "dinat": "needs natten",
-    "layoutlmv2": "needs detectron2",
-    **dict.fromkeys(
-        (
-            "instructblipvideo",
-            "jev",
-            "kimi_k25",
-            "muse_glimmer_assistant",
-            "neucodec",
-            "perceiver",
-            "pi0",
-            "sam3_tracker_video",
-            "sam3_video",
-            "speech_encoder_decoder",
-            "xcodec2",
-            "clvp",
-            "csm",
-            "vision_encoder_decoder",
-        ),
-        _INPUTS,
-    ),
-    **dict.fromkeys(
-        (
-            "blt",
-            "clap",
-            "deepseek_ocr2",
-            "dots3_note",
-            "edgetam_video",
-            "emu3",
-            "esmfold2",
-            "gemma3n",
-            "gemma4_assistant",
-            "gemma4_unified_assistant",
-            "granite4_vision",
-            "align",
-            "mistral_large4",
-            "muse_spark",
-            "sam2",
-            "sam2_video",
-            "sam3_tracker",
-            "sam_hq",
-            "sapiens2",
-            "vibevoice",
-            "vibevoice_asr",
-            "vision_text_dual_encoder",
-            "efficientloftr",
-        ),
-        _SIZES,
-    ),
+_LEFT_OUT = {
+    "needs timm": "edgetam fast_vlm omdet_turbo pe_audio_video pe_video perception_lm timm_backbone timm_wrapper",
+    "needs natten": "dinat",
+    "needs detectron2": "layoutlmv2",
+    "transformers takes one video at a time": "tvp",
+    "its inputs are not derived from its signature": "clvp csm instructblipvideo jev kimi_k25 muse_glimmer_assistant "
+    "neucodec perceiver pi0 sam3_tracker_video sam3_video speech_encoder_decoder vision_encoder_decoder xcodec2",
+    "its sizes depend on one another in ways that names do not tell": "align blt clap deepseek_ocr2 dots3_note "
+    "edgetam_video efficientloftr emu3 esmfold2 gemma3n gemma4_assistant gemma4_unified_assistant granite4_vision "
+    "mistral_large4 muse_spark sam2 sam2_video sam3_tracker sam_hq sapiens2 vibevoice vibevoice_asr "
+    "vision_text_dual_encoder",
 }
+# Families without a small model here, and why.
+LEFT_OUT = {family: why for why, names in _LEFT_OUT.items() for family in names.split()}

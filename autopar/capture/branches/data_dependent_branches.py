@@ -5,7 +5,7 @@
         h = torch.clamp(h, min=-c, max=c)
     if (lengths < 1).any():                              a check: skipped, with a warning, like an assertion
         raise ValueError("...")
-    assert mask.all()
+    assert mask.all()                                    also mask.all().item()
 
 No other branch on a tensor can be captured. What a branch does is decided from its source.
 """
@@ -26,13 +26,13 @@ _FINITE = {"isfinite", "isinf", "isnan"}
 _SPARED = 1000.0  # below the largest number, where only float16 has more numbers
 
 
-def answered(frame: FrameType) -> tuple[bool, str] | None:
+def answered(frame: FrameType, is_item: bool = False) -> tuple[bool, str] | None:
     """(truth value to use for a tensor in the condition on this line, warning or ""); None if the branch cannot be
-    resolved."""
+    resolved. ``is_item``: of a call of ``item``."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     statement = _statements("".join(linecache.getlines(file))).get(line)
     sign = _sign(statement.test) if statement is not None else None
-    if statement is None or sign is None:
+    if statement is None or sign is None or (is_item and not _asks_items(statement.test)):
         return None
     if isinstance(statement, ast.Assert) or (_only_raises_or_prints(statement.body) and not statement.orelse):
         holds = sign if isinstance(statement, ast.Assert) else not sign
@@ -73,6 +73,12 @@ def _sign(test: ast.expr) -> bool | None:
     parts = list(_literals(test, True))
     signs = {sign for part, sign in parts if len(parts) == 1 or _may_be_tensor(part)}
     return signs.pop() if len(signs) == 1 else None
+
+
+def _asks_items(test: ast.expr) -> bool:
+    """Whether the operands of a condition are results of ``item`` themselves: all(x).item(), not x.item() == 0."""
+    calls = [part for part, _ in _literals(test, True) if _may_be_tensor(part)]
+    return all(isinstance(call, ast.Call) and _last(call.func) == "item" for call in calls)
 
 
 def _literals(test: ast.expr, sign: bool) -> Iterator[tuple[ast.expr, bool]]:

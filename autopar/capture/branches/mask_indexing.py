@@ -95,7 +95,7 @@ class MaskIndexing:
             if known.plain_name(function) not in UPDATES:
                 self._note_conditional((args, kwargs), found[0])
         elif self._skipped and writes(function):
-            self._check_skipped(getattr(function, "__name__", "a function"))
+            found = self._written(function, args, kwargs)
         return found
 
     def _note_conditional(self, arguments: Any, made: Any) -> None:
@@ -131,6 +131,16 @@ class MaskIndexing:
             if made.shape != before.shape and name == "where":
                 return (made,)
             return (self.if_taken(made, before, None),)
+
+    def _written(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """y.masked_fill_(...) and the like, in a branch. Refuses other writes there."""
+        name = getattr(function, "__name__", "a function")
+        plain = getattr(Tensor, name[:-1]) if name[:-1] in UPDATES else None
+        if plain is None or not (found := self._updated(plain, args, kwargs)):
+            self._check_skipped(name)
+            return ()
+        with self.looked_at(rows=False):
+            return (args[0].copy_(found[0]),)
 
     def truth(self, function: Any, x: Any, frame: Any) -> bool | None:
         """What ``if mask.any()`` or ``if rows.shape[0] == 0`` takes to be: that there are rows, if nothing but work on

@@ -138,10 +138,12 @@ class FunctionWatch(TorchFunctionMode):
         if number := self.numbers.called(func, args):
             return number[0]
         args = self.numbers.with_indices(func, args)
-        if func in _TRUTH and not any(type(x) in REAL for x in args) and (frame := caller()) is not None:
+        is_item = func is Tensor.item and args[0].dtype == torch.bool
+        truth = (func in _TRUTH or is_item) and not any(type(x) in REAL for x in args)
+        if truth and (frame := caller()) is not None:
             if (some := self.rows.truth(func, args[0], frame)) is not None:
                 return some
-            answer = answered(frame)
+            answer = answered(frame, is_item)
             if answer is not None:
                 self.said |= {answer[1]: None} if answer[1] else {}
                 return answer[0]

@@ -40,7 +40,7 @@ from autopar.adapters.keys import told_apart
 from autopar.adapters.operators import mutates, returns_alias
 from autopar.capture.trace.call_recorder import CallRecorder
 
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _BATCH_NORM = torch.ops.aten.batch_norm.default  # writes to its statistics, though its schema does not say so
 
 
@@ -87,10 +87,10 @@ class _Known(dict[Any, Any]):
         root, names = _names(node)
         if root.op not in ("call_function", "placeholder") or (root.op == "placeholder" and root not in self.buffers):
             raise _Unsupported
-        if root.op == "call_function" and _may_alias(root):
+        if root.op == "call_function" and may_alias(root):
             raise _Unsupported
         before = {user for name in names for user in name.users if user < at and user not in names}
-        if any(_may_alias(user) and _used_after(user, at) for user in before):
+        if any(may_alias(user) and _used_after(user, at) for user in before):
             raise _Unsupported
         self.written.add(root)
         self.update(dict.fromkeys([n for n in names if n in self or n is root], value))
@@ -109,7 +109,7 @@ def _names(node: Node) -> tuple[Node, list[Node]]:
 def _used_after(view: Node, at: Node) -> bool:
     """Whether a view, or a view of it, is used after a node, or through the result of that node."""
     later = {user for user in view.users if user > at or (user is at and at.users)}
-    return bool(later) or any(_used_after(user, at) for user in view.users if user < at and _may_alias(user))
+    return bool(later) or any(_used_after(user, at) for user in view.users if user < at and may_alias(user))
 
 
 def _written(node: Node) -> Node:
@@ -144,7 +144,7 @@ def _copied(source: Graph, gm: GraphModule | None, to: _Bodies, known: _Known, t
         if node.op == "placeholder":
             known[node] = copied_node(to.graph, node, known.__getitem__)
             known[node].name = node.name  # keep the name of the signature, even a Python builtin such as input
-        elif node.target is _REGION:
+        elif node.target is REGION:
             known[node] = _inlined(node, gm, to, known, table)
         elif node.target is operator.getitem and isinstance(known[node.args[0]], (tuple, list)):
             known[node] = known[node.args[0]][node.args[1]]
@@ -246,10 +246,10 @@ def _scattered(view: Node, value: Any, at: Node, to: _Bodies, known: Mapping[Nod
     return view, value
 
 
-def _may_alias(node: Node) -> bool:
+def may_alias(node: Node) -> bool:
     """Whether the result of a node may be a view of an operand."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        return _may_alias(node.args[0])
+        return may_alias(node.args[0])
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     if node.target is _BATCH_NORM or node.target in _FRESH:

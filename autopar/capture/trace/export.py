@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -42,6 +44,7 @@ from autopar.capture.side_effects.unusual import warn_of
 from autopar.capture.trace.decompose import LIFTS, decompose
 from autopar.capture.trace.decompositions import DECOMPOSITIONS
 from autopar.capture.trace.default_dtype import cast_integers, write_dtype
+from autopar.capture.trace.detached_writes import name_operands, separate
 from autopar.capture.trace.stack_lines import lines_of_forwards
 from autopar.errors import refusal_like
 
@@ -55,8 +58,11 @@ _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 # Their messages suffice without the name of the class.
 _PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, AssertionError)
+_SYMBOLS = os.path.dirname(sympy.__file__)  # torch computes with it
 _MOST_INPUTS = 8
 _STATIC_INPUTS = 'declare the small input that decides it: static_inputs=("name",)'
+# In torch's errors where a forward reads the values of a tensor.
+_OF_VALUES = ("DataDependent", "data-dependent", "item()", ".numpy()", "BooleanAtom", "data is not allocated yet")
 _STOPPED = "torch.export stopped at "
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _INDICES = r"needs indices of int64, found \1", "pass ids.long()"
@@ -249,7 +255,7 @@ def _where(error: BaseException) -> str:
     """The innermost line outside of torch that led to the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_torchs(f.filename)]
     # skip our own modes, which run between torch and the model, and code without a file
-    outside = [f for f in frames if not (is_ours(f.filename) or f.filename.startswith("<"))]
+    outside = [f for f in frames if not (is_ours(f.filename) or f.filename.startswith(("<", _SYMBOLS)))]
     if not outside:
         return "torch.export needs a traceable model"
     frame = outside[-1]
@@ -326,7 +332,7 @@ def _is_ours(error: BaseException) -> bool:
 
 def _asks_values(error: BaseException) -> bool:
     text = f"{type(error).__name__} {error}"
-    return any(word in text for word in ("DataDependent", "data-dependent", "item()", ".numpy()"))
+    return any(word in text for word in _OF_VALUES)
 
 
 def _of_sizes(error: BaseException) -> bool:
@@ -347,7 +353,9 @@ def _prepare(program: ExportedProgram) -> None:
             elif node.op == "call_function":
                 write_dtype(node)
                 cast_integers(node)
-    _detach_no_grad(program.graph_module.graph, _parameter_nodes(program))
+    trained = _parameter_nodes(program)
+    _detach_no_grad(program.graph_module, trained)
+    separate(program.graph_module, trained)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             module.recompile()
@@ -386,15 +394,17 @@ def _parameter_nodes(program: ExportedProgram) -> set[str]:
     return {node for node, name in signature.inputs_to_parameters.items() if name in trainable}
 
 
-def _detach_no_grad(graph: Graph, parameters: set[str]) -> None:
+def _detach_no_grad(module: torch.fx.GraphModule, parameters: set[str]) -> None:
     """no_grad(f)(x) --> no_grad(f)(detach(x)), where x depends on a parameter: results of the region, and what
     it writes to a buffer (the vectors of a spectral norm), have no gradient."""
+    graph = module.graph
     carries: set[Node] = {node for node in graph.nodes if node.name in parameters}
     for node in list(graph.nodes):
         if node.op != "call_function" or not any(i in carries for i in node.all_input_nodes):
             continue
         region = node.target is _NO_GRAD_REGION
         if region and node.args[0] is False:
+            name_operands(module, node)
             for x in node.all_input_nodes:
                 if x in carries and not _is_integer(x.meta.get("val")):
                     _detach(graph, x, node)
