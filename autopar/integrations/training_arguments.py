@@ -24,7 +24,7 @@ _REFUSED = {
 _WITHIN_BACKWARD = ("lomo", "adalomo")
 _CALL_SUPER = {
     "__init__", "prediction_step", "floating_point_ops", "create_accelerator_and_postprocess", "compute_loss",
-    "training_step",
+    "training_step", "train", "evaluate", "predict", "_load_optimizer_and_scheduler",
 }  # fmt: skip
 
 
@@ -60,6 +60,19 @@ def check_training_arguments(trainer: Any, parts: int) -> None:
         raise ValueError(
             "Trainer: dispatch_batches=True sends batches from the main process, but ranks of a mesh read their own "
             "shards; remove it"
+        )
+
+
+def count_data_parallel(args: Any, parts: int) -> None:
+    """TRL's arguments have counted all ranks as devices. Raises ValueError if the batch holds no whole groups."""
+    if not (steps := getattr(args, "steps_per_generation", None)):
+        return
+    args.generation_batch_size = batch = args.per_device_train_batch_size * parts * steps
+    if batch % (groups := getattr(args, "num_generations", 1)):
+        raise ValueError(
+            f"Trainer: {args.per_device_train_batch_size} completions for each of {parts} data-parallel ranks and "
+            f"steps_per_generation={steps} make {batch}, which num_generations={groups} does not divide; change one of "
+            "them"
         )
 
 

@@ -34,7 +34,11 @@ class Case(NamedTuple):
     config: Mapping[str, Any] = MappingProxyType({})
     lora: bool = False
     inside: str = "trl"
+    rollout: bool = False
 
+
+ROLLOUTS: Mapping[str, Any] = {"num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
+GREEDY = ROLLOUTS | {"generation_kwargs": {"do_sample": False}}
 
 CASES = {
     "SFT": Case("SFT", "text"),
@@ -49,6 +53,20 @@ CASES = {
     "Reward": Case("Reward", "pairs"),
     "ORPO": Case("ORPO", "pairs", {"max_length": 64}, inside="trl.experimental.orpo"),
     "CPO": Case("CPO", "pairs", {"max_length": 64}, inside="trl.experimental.cpo"),
+    "GRPO": Case("GRPO", "prompts", ROLLOUTS, rollout=True),
+    "GRPO, greedy, entropy bonus": Case("GRPO", "prompts", GREEDY | {"entropy_coef": 0.1}),
+    "GRPO, beta": Case("GRPO", "prompts", ROLLOUTS | {"beta": 0.1}, rollout=True),
+    "GRPO, num_iterations": Case("GRPO", "prompts", ROLLOUTS | {"num_iterations": 2}, rollout=True),
+    "GRPO, LoRA": Case("GRPO", "prompts", ROLLOUTS, True, rollout=True),
+    "GRPO, LoRA, beta": Case("GRPO", "prompts", ROLLOUTS | {"beta": 0.1}, True, rollout=True),
+    **{
+        f'GRPO, loss_type="{kind}"': Case("GRPO", "prompts", ROLLOUTS | {"loss_type": kind}, rollout=True)
+        for kind in ("grpo", "dr_grpo", "bnpo")
+    },
+    "GRPO, mask_truncated_completions": Case(
+        "GRPO", "prompts", ROLLOUTS | {"mask_truncated_completions": True}, rollout=True
+    ),
+    "RLOO": Case("RLOO", "prompts", GREEDY | {"beta": 0.1}),
 }
 MESHES: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "dp=2, zero=3": ({"dp": 2}, {"zero": 3}),
@@ -104,6 +122,28 @@ def _model(folder: str, kind: str) -> Any:
     return family.from_pretrained(folder, dtype=torch.float32)
 
 
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Some words are better than others."""
+    return [sum(int(word[1:]) % 7 for word in text.split() if word[0] == "w") / 10 for text in completions]
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Greedy completions with the trainer's model. Each of a group begins with another word, so that they differ."""
+    tokens, end = trainer.processing_class, trainer.processing_class.eos_token_id
+    ids = [tokens(prompt)["input_ids"] for prompt in prompts]
+    first = [4 + (trainer.accelerator.process_index * len(prompts) + i) % 4 for i in range(len(prompts))]
+    longest = max(map(len, ids)) + 1
+    given = [[0] * (longest - 1 - len(row)) + [*row, word] for row, word in zip(ids, first, strict=True)]
+    mask = [[0] * (longest - 1 - len(row)) + [1] * (len(row) + 1) for row in ids]
+    made = trainer.model.generate(
+        input_ids=torch.tensor(given), attention_mask=torch.tensor(mask), max_new_tokens=7, do_sample=False
+    )
+    new = [row[longest - 1 :] for row in made.tolist()]
+    last = [next((i for i, word in enumerate(row) if i and word % 5 == 0), len(row)) for row in new]
+    new = [[*row[:n], end][:8] for row, n in zip(new, last, strict=True)]  # some of them end
+    return {"prompt_ids": ids, "completion_ids": new, "logprobs": [[0.0] * len(row) for row in new]}
+
+
 def logged(name: str, sizes: Sizes | None, options: dict[str, Any], parts: int, folder: str) -> list[dict[str, float]]:
     """What the trainer logs in five steps."""
     os.environ.update(HF_HUB_OFFLINE="1", CI="1", TRL_EXPERIMENTAL_SILENCE="1")
@@ -114,12 +154,16 @@ def logged(name: str, sizes: Sizes | None, options: dict[str, Any], parts: int, 
         mesh = autopar.init_mesh("cpu", **sizes) if sizes is not None else None
         mine = f"{folder}/{os.getpid()}"
         args = config(
-            mine, per_device_train_batch_size=4 // parts, max_steps=5, logging_steps=1, learning_rate=0.01,
+            mine, per_device_train_batch_size=(8 if case.texts == "prompts" else 4) // parts, max_steps=5, logging_steps=1, learning_rate=0.01,
             save_strategy="no", use_cpu=True, bf16=False, report_to=[], disable_tqdm=True,
             gradient_checkpointing=False, **case.config,
         )  # fmt: skip
         how = {"model": _model(f"{mine}/model", case.trainer), "args": args, "train_dataset": texts(case.texts)}
         how["processing_class"] = tokenizer()
+        if case.texts == "prompts":
+            how["reward_funcs"] = reward
+        if case.rollout:
+            how["rollout_func"] = rollout
         if case.lora:
             import peft
 
