@@ -205,7 +205,7 @@ class ParallelModule(ModuleFacade):
                 return self._evaluated((), batch)
 
         deals = self._cache.backend == "eager" and self._cache.plan.options.deal_images
-        how = (evaluate, self._of_rank, self._lift_to_float64, self._cache.microbatches, deals)
+        how = (evaluate, self._tree.structure, self._of_rank, self._lift_to_float64, self._cache.microbatches, deals)
         fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, *how)
         self._fitter = fitter
         if ahead is not None:
