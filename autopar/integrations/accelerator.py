@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import operations, random, recursively_apply
+from accelerate.utils import extract_model_from_parallel, operations, other, random, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -212,15 +212,22 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def over_data(self) -> Iterator[None]:
-        """Context manager: processes are data-parallel ranks, too, for accelerate's functions ``gather``,
-        ``gather_object`` and ``set_seed(device_specific=True)``, which trainers import by name."""
-        ours = self.gather, self._gathered_objects, lambda: self
-        kept = operations._gpu_gather, operations._gpu_gather_object, random.AcceleratorState
-        operations._gpu_gather, operations._gpu_gather_object, random.AcceleratorState = ours
+        """Context manager for accelerate's functions that trainers import by name. Processes are data-parallel ranks for
+        ``gather``, ``gather_object`` and ``set_seed(device_specific=True)``; ``is_peft_model`` sees the model itself."""
+        ours = (
+            (operations, "_gpu_gather", self.gather),
+            (operations, "_gpu_gather_object", self._gathered_objects),
+            (random, "AcceleratorState", lambda: self),
+            (other, "extract_model_from_parallel", _extracted),
+        )
+        kept = [getattr(module, name) for module, name, _ in ours]
+        for module, name, function in ours:
+            setattr(module, name, function)
         try:
             yield
         finally:
-            operations._gpu_gather, operations._gpu_gather_object, random.AcceleratorState = kept
+            for (module, name, _), function in zip(ours, kept, strict=True):
+                setattr(module, name, function)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As in accelerate, over data-parallel ranks: examples that only pad the last batch are dropped."""
@@ -297,6 +304,11 @@ class Accelerator(accelerate.Accelerator):
         finally:
             handle.remove()
             self._models, self._optimizers, self._schedulers = kept
+
+
+def _extracted(model: Any, *how: Any, **more: Any) -> Any:
+    """accelerate's `extract_model_from_parallel`, for a model on the mesh, too."""
+    return model.outermost if isinstance(model, ParallelModule) else extract_model_from_parallel(model, *how, **more)
 
 
 class _ScheduleOnMesh(AcceleratedScheduler):

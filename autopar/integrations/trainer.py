@@ -31,7 +31,6 @@ from autopar.integrations.training_arguments import (
     behind,
     check_losses,
     check_methods,
-    check_reference,
     check_training_arguments,
     count_data_parallel,
 )
@@ -77,7 +76,6 @@ class MeshTrainerMixin(_BASE):
 
     def _to_mesh(self) -> None:
         self._losses, self._traced = (self.compute_loss_func, self.label_smoother), not self._overrides("compute_loss")
-        check_reference(self)
         if not self._traced:
             pass  # that method decides what becomes of the others
         elif self.compute_loss_func is not None:

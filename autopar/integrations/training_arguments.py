@@ -111,13 +111,3 @@ def check_losses(trainer: Any, placed: tuple[Any, Any], traced: bool, has_own: b
                 f"Trainer: needs one loss, found {name}, which is traced with the model, and a compute_loss that was "
                 "set later; define compute_loss in the class, or leave the other out"
             )
-
-
-def check_reference(trainer: Any) -> None:
-    """Raises ValueError where TRL would take the reference from the model itself, by disabling its adapters."""
-    by_adapters = getattr(trainer, "ref_model", trainer) is None and hasattr(trainer.model, "peft_config")
-    if by_adapters and not getattr(trainer.args, "precompute_ref_log_probs", False):
-        raise ValueError(
-            f"Trainer: {type(trainer).__name__} would take its reference from the model with disabled adapters, but "
-            "compiled steps have them, found no ref_model; pass precompute_ref_log_probs=True in its arguments"
-        )

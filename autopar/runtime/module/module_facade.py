@@ -57,6 +57,12 @@ class ModuleFacade(Stateful):
     def parameter_specs(self) -> tuple[ParameterSpec, ...]:
         return self._tree.specs
 
+    @property
+    def outermost(self) -> nn.Module:
+        """The user's outermost module on the mesh, which this module stands for."""
+        root: nn.Module = self._tree.root
+        return root
+
     def __repr__(self) -> str:
         """The user's modules, and how their parameters lie on the mesh."""
         specs, here = self.parameter_specs, self._tree.here
