@@ -212,8 +212,8 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def over_data(self) -> Iterator[None]:
-        """Context manager for accelerate's functions that trainers import by name. Processes are data-parallel ranks for
-        ``gather``, ``gather_object`` and ``set_seed(device_specific=True)``; ``is_peft_model`` sees the model itself."""
+        """Context manager for accelerate's functions that trainers import by name: processes are data-parallel ranks
+        for ``gather``, ``gather_object`` and ``set_seed(device_specific=True)``; ``is_peft_model`` sees the model."""
         ours = (
             (operations, "_gpu_gather", self.gather),
             (operations, "_gpu_gather_object", self._gathered_objects),

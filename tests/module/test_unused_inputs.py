@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def differing(way: str) -> None:
 def attended(q: Tensor, k: Tensor, v: Tensor, starts: list[int]) -> Tensor:
     """Each document by itself."""
     found = []
-    for a, b in zip(starts, starts[1:]):
+    for a, b in pairwise(starts):
         part = [x[a:b].transpose(0, 1)[None] for x in (q, k, v)]
         found.append(F.scaled_dot_product_attention(*part, is_causal=True)[0].transpose(0, 1).flatten(1))
     return torch.cat(found)

@@ -78,7 +78,11 @@ CASES = {
     "GRPO, own generation": Case("GRPO", "prompts", GREEDY | {"entropy_coef": 0.1}),
     "GRPO, beta": Case("GRPO", "prompts", GROUPS | {"beta": 0.1}, ("rollout",)),
     "GRPO, sync_ref_model": Case(
-        "GRPO", "prompts", GROUPS | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}, ("rollout",), (DP,)
+        "GRPO",
+        "prompts",
+        GROUPS | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+        ("rollout",),
+        (DP,),
     ),
     "GRPO, num_iterations": Case("GRPO", "prompts", GROUPS | {"num_iterations": 2}, ("rollout",)),
     "GRPO, LoRA": Case("GRPO", "prompts", GROUPS, ("rollout", "lora")),
@@ -129,7 +133,12 @@ def texts(kind: str, count: int = 40) -> Any:
         row: dict[str, Any] = {"text": words(4, 14)} if kind == "text" else {"prompt": words(3, 7) + " "}
         row |= {name: words(3, 9) for name in names.get(kind, ())}
         if kind == "chat":
-            said = (("user", words(3, 7)), ("assistant", words(3, 9)), ("user", words(2, 4)), ("assistant", words(2, 5)))
+            said = (
+                ("user", words(3, 7)),
+                ("assistant", words(3, 9)),
+                ("user", words(2, 4)),
+                ("assistant", words(2, 5)),
+            )
             row = {"messages": [{"role": role, "content": text} for role, text in said]}
         found.append(row | ({"label": bool(i % 2)} if kind == "marked" else {}))
     return Dataset.from_list(found)
@@ -216,8 +225,9 @@ def logged(name: str, sizes: Sizes | None, options: dict[str, Any], parts: int, 
     with as_started():
         mesh = autopar.init_mesh("cpu", **sizes) if sizes is not None else None
         mine = f"{folder}/{os.getpid()}"
+        rows = (8 if case.texts == "prompts" else 4) // parts
         args = config(
-            mine, per_device_train_batch_size=(8 if case.texts == "prompts" else 4) // parts, max_steps=5, logging_steps=1, learning_rate=0.01,
+            mine, per_device_train_batch_size=rows, max_steps=5, logging_steps=1, learning_rate=0.01,
             save_strategy="no", use_cpu=True, bf16=False, report_to=[], disable_tqdm=True,
             gradient_checkpointing=False, **case.config,
         )  # fmt: skip

@@ -2,9 +2,9 @@
 
     model(input_ids, position_ids, cu_seq_lens_q=offsets, max_length_q=17)    attention reads position_ids alone
 
-The forward is captured as it is and once more with other numbers and without the tensors. The numbers remember that
-they were compared or became plain (`compared_sizes`), and every call of an operator with one has another value. So equal
-graphs and logs without one of them mean that no value has an effect.
+The forward is captured as it is, and once more with other numbers and without the tensors. The numbers remember that
+they were compared or became plain (`compared_sizes`), and an operator that is called with one is called with another
+value. So equal graphs, and logs without one of the numbers, mean that no value has an effect.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ is captured without them (`autopar.capture.reads.unused_inputs`): those without 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
@@ -57,7 +58,8 @@ class UnusedInputs:
         shapes = {n: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for n, x in batch.items()}
         for train in (None, False):
             how = {"train": train, "trial": True, **self._how}
-            names = [*unused_inputs(lambda given, log: capture(model, given, sizes=log, **how), shapes, names)]
+            captured = functools.partial(capture, model, **how)
+            names = [*unused_inputs(lambda given, log, run=captured: run(given, sizes=log), shapes, names)]
         return {*names}
 
 
