@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autopar.runtime.fault.errors import error_context, explained
 from autopar.runtime.guards.module_guards import ModuleGuards
 from autopar.runtime.mesh.process_groups import gathered_objects
 from autopar.runtime.module.served_weights import ServedWeights
@@ -43,15 +44,17 @@ class Generation:
 
     def generate(self, *given: Any, **arguments: Any) -> Any:
         """transformers' `generate`, on all ranks alike: see `autopar.serving.server.Server.generate`."""
-        facts = generation_facts(self._weights().tree.root, self._example)
-        requests = requests_of(facts.config, *given, max_positions=facts.max_length or None, **arguments)
-        return self._served(requests.rows, functools.partial(finished, requests=requests))
+        with error_context("generate"):
+            facts = generation_facts(self._weights().tree.root, self._example)
+            requests = requests_of(facts.config, *given, max_positions=facts.max_length or None, **arguments)
+            return self._served(requests.rows, functools.partial(finished, requests=requests))
 
     def generate_batch(self, *given: Any, **arguments: Any) -> Any:
         """transformers' `generate_batch`, on all ranks alike."""
-        facts = generation_facts(self._weights().tree.root, self._example)
-        batch = batch_of(facts.config, *given, **arguments)
-        return self._served(batch.rows, functools.partial(finished_batch, batch=batch))
+        with error_context("generate_batch"):
+            facts = generation_facts(self._weights().tree.root, self._example)
+            batch = batch_of(facts.config, *given, **arguments)
+            return self._served(batch.rows, functools.partial(finished_batch, batch=batch))
 
     def _served(self, rows: list[Row], run: Callable[..., Any]) -> Any:
         share = self._share(rows)
@@ -74,7 +77,8 @@ class Generation:
                 f"generate: data-parallel ranks exchange their requests, which must be picklable, found {error}; use "
                 "functions or classes of a module"
             ) from error
-        parts = gathered_objects(groups.device_mesh, rows)
+        with explained("exchanging prompts", groups.ranks(groups.world)):
+            parts = gathered_objects(groups.device_mesh, rows)
         at = groups.mesh.dp_rank_and_size(groups.coordinate)
         before = sum(map(len, parts[:at]))
         return Share([row for part in parts for row in part], slice(before, before + len(rows)))

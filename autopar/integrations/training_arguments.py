@@ -19,6 +19,7 @@ _REFUSED = {
     "parallelism_config": "the mesh determines parallelism; remove it",
     "auto_find_batch_size": "ranks would try different sizes; python -m autopar plan shows the memory of a rank",
     "use_liger_kernel": "apply it to the model before creating the trainer",
+    "use_vllm": "the model generates on its mesh, with the weights of the last step; remove it",
     "neftune_noise_alpha": "register its hook on the model before creating the trainer",
 }  # argument -> way out
 _WITHIN_BACKWARD = ("lomo", "adalomo")
@@ -67,13 +68,16 @@ def count_data_parallel(args: Any, parts: int) -> None:
     """TRL's arguments have counted all ranks as devices. Raises ValueError if the batch holds no whole groups."""
     if not (steps := getattr(args, "steps_per_generation", None)):
         return
-    args.generation_batch_size = batch = args.per_device_train_batch_size * parts * steps
-    if batch % (groups := getattr(args, "num_generations", 1)):
-        raise ValueError(
-            f"Trainer: {args.per_device_train_batch_size} completions for each of {parts} data-parallel ranks and "
-            f"steps_per_generation={steps} make {batch}, which num_generations={groups} does not divide; change one of "
-            "them"
-        )
+    args.generation_batch_size = args.per_device_train_batch_size * parts * steps
+    evaluated = args.per_device_eval_batch_size * parts if args.eval_strategy != "no" else 0
+    groups = {"num_generations": args.generation_batch_size, "num_generations_eval": evaluated}
+    for name, batch in groups.items():
+        size = getattr(args, name, None) or args.num_generations
+        if batch % size:
+            raise ValueError(
+                f"Trainer: needs whole groups of {name}={size} completions, found a batch of {batch} on {parts} "
+                "data-parallel ranks, which are the devices of a mesh; change the batch size of a device"
+            )
 
 
 def check_methods(kind: type, front: type, known: Mapping[str, Any]) -> None:
