@@ -55,7 +55,10 @@ def packed(sizes: dict[str, int], options: dict[str, Any]) -> int:
     return sum(runner.compiled.train for runner in parallel._cache.runners)
 
 
-@pytest.mark.parametrize(("sizes", "options"), [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {})], ids=str)
+PACKED = [({"dp": 2}, {"zero": 3}), pytest.param({"tp": 2}, {}, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("sizes", "options"), PACKED, ids=str)
 def test_packed_documents_of_any_lengths(sizes: dict[str, int], options: dict[str, Any]) -> None:
     assert max(run_ranks(2, packed, sizes, options, timeout=200.0)) <= 2
 

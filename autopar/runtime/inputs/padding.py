@@ -31,7 +31,7 @@ from autopar.runtime.fault.errors import explained
 from autopar.runtime.inputs.image_dealing import dealer_of
 from autopar.runtime.inputs.image_padding import ImagePadder
 from autopar.runtime.inputs.padded_outputs import Growth, Sizes, differences, growth_of, without_padding
-from autopar.runtime.inputs.unused_inputs import UnusedInputs
+from autopar.runtime.inputs.unused_inputs import Modules, UnusedInputs
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local
 from autopar.spelling import did_you_mean
@@ -104,9 +104,9 @@ Call = str  # what a call of the model is given, but for sizes and values
 
 
 class BatchPadder:
-    """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``structure``:
-    a copy of the modules as they are. ``of_rank``: outputs are plain tensors of this rank's examples. ``lift``:
-    `autopar.lift_to_float64`. ``deal_images``: of `Options`."""
+    """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``of_rank``:
+    these are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`. ``deal_images``: of
+    `Options`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class BatchPadder:
         plan: Plan,
         groups: Groups,
         evaluate: Evaluate,
-        structure: Callable[[], nn.Module],
+        modules: Modules,
         of_rank: bool = False,
         lift: bool = False,
         microbatches: int = 1,
@@ -131,7 +131,7 @@ class BatchPadder:
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
         how = {"lift_to_float64": lift, "precision": plan.options.precision}
-        self._unused = UnusedInputs(structure, self._extremes, how)
+        self._unused = UnusedInputs(modules, self._extremes, how)
         dealer = dealer_of(groups) if deal_images else None
         self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy, dealer, deal_images is True)
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ

@@ -4,7 +4,8 @@
     max_length_q=32, cu_seq_lens_q [3]     on rank 1
 
 A step is compiled for the numbers and shapes of its batch. Where some of these differ between ranks or steps, the model
-is captured without them (`autopar.capture.reads.unused_inputs`): those without effect are left out from then on.
+is captured without them (`autopar.capture.reads.unused_inputs`): those without effect are left out from then on, as
+long as the modules stay as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +26,33 @@ Names = tuple[str, ...]
 Extremes = Callable[[Mapping[str, int]], tuple[dict[str, int], dict[str, int]]]  # over all ranks
 
 
-class UnusedInputs:
-    """structure: a copy of the modules as they are. how: further arguments of `capture`."""
+class Modules(NamedTuple):
+    """structure: a copy of the modules as they are. watch: a function that says whether they are as they are now."""
 
-    def __init__(self, structure: Callable[[], nn.Module], extremes: Extremes, how: Mapping[str, Any]) -> None:
-        self._structure, self._extremes, self._how = structure, extremes, how
+    structure: Callable[[], nn.Module]
+    watch: Callable[[], Callable[[], bool]]
+
+
+class UnusedInputs:
+    """how: further arguments of `capture`."""
+
+    def __init__(self, modules: Modules, extremes: Extremes, how: Mapping[str, Any]) -> None:
+        self._modules, self._extremes, self._how = modules, extremes, how
+        self._unchanged: Callable[[], bool] = lambda: True
         self._first: dict[Names, dict[str, int]] = {}
         self._unused: dict[Names, set[str]] = {}
 
     def left_out(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch without them, collective where there are numbers."""
         names, facts = tuple(batch), _facts(batch)
+        if self._unused and not self._unchanged():
+            self._unused = {}
         if names not in self._unused and any(_is_number(batch[name]) for name in facts):
             least, most = self._extremes(facts)
             first = self._first.setdefault(names, most)
-            if vary := [name for name in facts if least[name] != most[name] or most[name] != first[name]]:
-                self._unused[names] = self._found(batch, [*facts]) if vary else set()
+            if any(not least[name] == most[name] == first[name] for name in facts):
+                self._unchanged = self._modules.watch()
+                self._unused[names] = self._found(batch, [*facts])
         return self.without(batch)
 
     def without(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,12 +63,12 @@ class UnusedInputs:
 
     def _found(self, batch: Mapping[str, Any], names: list[str]) -> set[str]:
         """Without effect in training and in evaluation."""
-        model = self._structure()
+        model = self._modules.structure()
         taken = inspect.signature(model.forward).parameters
         needed = {n for n, p in taken.items() if p.default is p.empty}
         names = [name for name in names if _is_number(batch[name]) or name not in needed]
         shapes = {n: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for n, x in batch.items()}
-        for train in (None, False):
+        for train in (True, False):
             how = {"train": train, "trial": True, **self._how}
             captured = functools.partial(capture, model, **how)
             names = [*unused_inputs(lambda given, log, run=captured: run(given, sizes=log), shapes, names)]
