@@ -28,6 +28,7 @@ from autopar.options import Options
 from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.assumed_documents import document_notes
 from autopar.planner.batch_dims import decide_batch_dims, whole_over_microbatches
+from autopar.planner.computed_weights import sharded_sources, spread
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.experts.expert_axis import expert_axis, kept_axis
 from autopar.planner.experts.expert_plan import (
@@ -85,21 +86,24 @@ def make_plan(
     pieces: dict[str, Placement] = {}
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
     check_draws(gm, mesh, asked.all_microbatches)
-    axis, why = expert_axis(gm, mesh, asked) if fixed is None else (kept_axis(asked, fixed), "")
-    one_hot = one_hot_experts(gm, mesh, names) if axis == "ep" else {}
-    experts = plan_experts(gm, mesh, asked, axis, one_hot)
-    of_experts = {name: axis for name in (*expert_parameters(gm, names, experts), *one_hot)}
+    own, why = expert_axis(gm, mesh, asked) if fixed is None else (kept_axis(asked, fixed), "")
+    one_hot = one_hot_experts(gm, mesh, names) if own == "ep" else {}
+    experts = plan_experts(gm, mesh, asked, own, one_hot)
+    stored = {*expert_parameters(gm, names, experts), *one_hot}
     notes += [("experts", why)] if why else []
     if mesh.size("tp") > 1:
-        chosen = _over_tp(gm, mesh, names, fixed, parameters, of_experts if axis == "tp" else ())
+        chosen = _over_tp(gm, mesh, names, fixed, parameters, stored if own == "tp" else ())
         pieces |= chosen.weight_pieces
         notes += chosen.notes
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
+    computed = sharded_sources(gm, mesh, names, experts, {n: _shard(parameters[names[n]], "tp") for n in names})
+    of_experts = {n: _of_expert(n, mesh, own) for n, name in names.items() if name in stored}
+    of_experts |= {n: ParameterPlan(p, p, spread(own)) for found in computed.values() for n, p in found.items()}
     for axis in ("ep", "cp", "dp", "dp_replicate"):  # the order of sharding: ep before cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():
-            p = _data_parallel(node, parameters[name], options, mesh, axis, of_experts.get(name, ""))
+            p = _data_parallel(node, parameters[name], options, mesh, axis, own, of_experts.get(node))
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
     if options.all_microbatches > 1:
         for axes in parameters.values():
@@ -116,7 +120,7 @@ def make_plan(
     streams += tuple(context.streams)
     notes += [] if example else capacity_notes(gm, asked)
     notes += [*product_notes(gm, asked.precision), *document_notes(gm, asked)]
-    notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]
+    notes += [*context.notes, *expert_notes(gm, mesh, asked, experts, computed), *kernel_notes(gm), *derived_notes(gm)]
     plan = Plan(
         mesh, digest, options, parameters, inputs, streams, tuple(notes), weight_pieces=pieces,
         attention=context.attention, experts=experts, batch_dims=dims,
@@ -212,6 +216,11 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
     return plan.parameter(name, axis) if plan is not None else ParameterPlan()
 
 
+def _shard(axes: Mapping[str, ParameterPlan], axis: str) -> Shard | None:
+    stored = axes[axis].stored if axis in axes else None
+    return stored if isinstance(stored, Shard) else None
+
+
 def _expert_shard(node: Node, ranks: int) -> Shard:
     experts = global_shape(node)[0]
     return Shard(0, units=experts if experts % ranks else 0)
@@ -224,14 +233,20 @@ def _of_expert(node: Node, mesh: Mesh, axis: str) -> ParameterPlan:
 
 
 def _data_parallel(
-    node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
+    node: Node,
+    axes: Mapping[str, ParameterPlan],
+    options: Options,
+    mesh: Mesh,
+    axis: str,
+    expert_axis: str,
+    of_experts: ParameterPlan | None,
 ) -> ParameterPlan:
     """A parameter on an axis whose ranks have different samples or tokens. DDP: replicated, the gradient is
     all-reduced. ZeRO: sharded on the first dim that divides, else on the largest, padded; gathered for use. Never
-    sharded on dp_replicate, whose ranks hold the same shards. ``by_expert``: for weights of experts, the axis that
-    experts are sharded on: an axis that shards before it must not shard the dim of experts."""
-    if axis == by_expert:
-        return _of_expert(node, mesh, axis)
+    sharded on dp_replicate, whose ranks hold the same shards. ``of_experts``: for weights of experts, how they are
+    sharded on ``expert_axis``: an axis that shards before it must not shard the same dim."""
+    if axis == expert_axis and of_experts is not None:
+        return of_experts
     if axis == "dp_replicate":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if not options.shards_parameters:
@@ -243,13 +258,14 @@ def _data_parallel(
         global_shape(node), {a: p.stored for a, p in axes.items()}, {a: mesh.cut_order[a] for a in order[:at]}
     )
     ranks = mesh.size(axis)
-    first = 1 if by_expert in order[at + 1 :] else 0
-    for dim, size in enumerate(shape):
-        if size % ranks == 0 and dim >= first:
+    later = of_experts.stored if of_experts is not None and expert_axis in order[at + 1 :] else None
+    free = [d for d in range(len(shape)) if not (isinstance(later, Shard) and later.dim == d)]
+    for dim in free:
+        if shape[dim] % ranks == 0:
             when = ONCE if options.gathers_once else EACH
             return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
-    dim = max(range(first, len(shape)), key=lambda d: shape[d], default=0)
-    if len(shape) > first and shape[dim] > ranks:
+    dim = max(free, key=lambda d: shape[d])
+    if shape[dim] > ranks:
         when = ONCE if options.gathers_once else EACH
         padded = f"no dim of {tuple(shape)} divides: {shares_text(shape[dim], ranks)}"
         return ParameterPlan(Shard(dim, units=shape[dim]), REPLICATE, f"{padded}; gathered {when}, gradients scattered")

@@ -23,6 +23,7 @@ from autopar.ir.graph import compressed
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import ParameterPlan, Plan
+from autopar.planner.computed_weights import spread
 from autopar.steps.graphs import Compiled
 
 LIKE = 0.2  # by how much of what they keep layers that are alike may differ: the first has its input, too
@@ -242,7 +243,7 @@ def _words(spec: ParameterSpec, plan: Plan, axis: str, decision: ParameterPlan, 
     if not isinstance(stored, Shard):
         return ""
     if decision.used == stored:
-        by_expert = axis in ("ep", axis_of_experts(plan.experts))
+        by_expert = axis in ("ep", axis_of_experts(plan.experts)) and decision.reason != spread(axis)
         return f"{dim_in_words(spec, stored, kind, by_expert)} over {axis}"
     when = "once per step" if plan.options.gathers_once else "for each use"
     return f"in {plan.mesh.size(axis)} shards over {axis}, gathered {when}"

@@ -158,19 +158,25 @@ def _check_new_state(gm: GraphModule, axis: str, ctx: Compilation) -> None:
 
 
 def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
-    """Every weight that the plan shards on tp or by expert is sharded in compute; otherwise it is refused."""
+    """Every weight that the plan shards on tp or by expert is sharded in some use; otherwise it is refused."""
     assert ctx.plan is not None
     names, axes = names_of_parameters(gm), {"tp", "ep", axis_of_experts(ctx.plan.experts)}
     for node in gm.graph.nodes:
         if is_conversion(node) and (source := uncast(node.args[0])).name in names:
             axis, src, dst = conversion_of(node)
             name = names[source.name]
-            if axis in axes and isinstance(src, Shard) and ctx.plan.parameter(name, axis).used == src != dst:
+            planned = axis in axes and isinstance(src, Shard) and ctx.plan.parameter(name, axis).used == src
+            if planned and src != dst and _only_converted(source):
                 user = next(iter(node.users))
                 raise ValueError(
                     f"plan: {name} is planned as {src} on axis {axis!r}, but {describe(user)} needs it as {dst}; "
                     f'replicate it with plan.override({{"{name}": {{"{axis}": "I"}}}})'
                 )
+
+
+def _only_converted(x: Node) -> bool:
+    """Whether no call takes a value, or a cast of it, as it is placed."""
+    return all(is_conversion(user) or (uncast(user) is not user and _only_converted(user)) for user in x.users)
 
 
 def check_local_shapes(gm: GraphModule, ctx: Compilation) -> None:

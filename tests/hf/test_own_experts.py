@@ -32,13 +32,13 @@ PARTS = Options(zero=3, microbatches=2, token_dispatcher="alltoall_dedup")
 WHOLE = Options(sequence_parallel=True, activation_checkpoint="full")
 
 
-STORED = {  # what is stored in parts, of how many layers of experts
-    "llama4_text": (".experts.gate_up_proj .experts.down_proj", 1),
-    "dbrx": (".mlp.w1 .mlp.v1 .mlp.w2", 1),
-    "jetmoe": (".input_linear.weight .output_linear.weight", 2),
-    "longcat_flash": (".experts.down_proj", 1),  # of the other, a slice: behind it are experts that do nothing
-    "switch transformers": ("", 2),
-    "nllb moe": ("", 2),
+STORED = {  # layers of experts, and the parameters of which each rank of ep stores a part
+    "llama4_text": (1, 2, ".experts.gate_up_proj .experts.down_proj"),
+    "dbrx": (1, 3, ".mlp.w1 .mlp.v1 .mlp.w2"),
+    "jetmoe": (2, 4, ".input_linear.weight .output_linear.weight"),
+    "longcat_flash": (1, 2, ".experts.gate_up_proj .experts.down_proj"),  # of the one, experts use a slice
+    "switch transformers": (2, 16, ".wi.weight .wo.weight"),  # of each expert
+    "nllb moe": (2, 16, ".fc1.weight .fc2.weight .fc1.bias .fc2.bias"),  # of those that are asked, two of four
 }
 MESHES = [
     ("dp=2", Options()),
@@ -73,10 +73,9 @@ def test_equals_one_process(kind: str, mesh: str, options: Options) -> None:
 
 def check_cut(kind: str, made: Compiled) -> None:
     """What is stored in parts is cut, and nothing else."""
-    stored, layers = STORED[kind]
+    _, count, stored = STORED[kind]
     cut = [p.name for p in made.parameters if isinstance(p.placements.get("ep"), Shard)]
-    assert len(cut) == layers * len(stored.split())
-    assert all(name.endswith(tuple(stored.split())) for name in cut)
+    assert len(cut) == count and all(name.endswith(tuple(stored.split())) for name in cut)
 
 
 @pytest.mark.parametrize("kind", STORED)
@@ -84,7 +83,7 @@ def test_every_layer_is_dispatched(kind: str) -> None:
     model, batch = own(kind)
     names = [str(node.target) for node in captured_once(model, batch, lift_to_float64=True).graph.nodes]
     twice = 2 if kind == "jetmoe" else 1  # queries of attention, and what is made of its results
-    layers = STORED[kind][1]
+    layers = STORED[kind][0]
     assert names.count("autopar.moe_dispatch.default") == (layers + layers // 2 if twice == 2 else layers)
 
 
@@ -126,7 +125,7 @@ def test_experts_that_nobody_asks_are_not_part_of_the_graph() -> None:
 
 def test_what_the_forward_makes_is_said_in_the_plan() -> None:
     made = compiled(Cell("switch transformers", Mesh.of(ep=2), ALLTOALL_DEDUP))
-    start = "2 weights are computed in the forward (aten.stack.default): every rank"
+    start = "2 weights are computed in the forward (aten.stack.default): every rank of ep stores a part"
     assert len([text for _, text in made.plan.notes if text.startswith(start)]) == 2
 
 

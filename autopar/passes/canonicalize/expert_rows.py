@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autopar.capture.branches.expert_masks import ANY, distinct_experts
+from autopar.ir.graph import values
 from autopar.ops import grouped_experts as grouped_experts  # registers the operators
 from autopar.ops.traits import is_random
 from autopar.passes.canonicalize.expert_loops import Loop, NotGrouped, Numbers, check_alike, mask_behind
@@ -157,7 +158,7 @@ class _Rows:
 
     def _weights(self, nodes: tuple[Node, ...]) -> Value:
         """Raises NotGrouped where one depends on the rows of an expert."""
-        shapes = {(shape_of(x), value_of(x).dtype) for x in nodes}
+        shapes = {tuple((v.shape, v.dtype) for v in values(x)) for x in nodes}
         if len(shapes) > 1 or any(self._depends(x, turn) for x, turn in zip(nodes, self.turns, strict=True)):
             raise NotGrouped(f"its experts differ at {', '.join(dict.fromkeys(x.name for x in nodes[:2]))}")
         return Each(nodes)

@@ -109,7 +109,13 @@ def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
         found += sum(links.seconds("tp", way, 2 * each, 2 * options.microbatches) for way in ways)
     if axis != WHOLE and cuts_tokens(axis, options):
         found += options.microbatches * min(exchange_costs(dispatch, mesh, options, axis).values())
-    held = _bytes(expert_weights(dispatch)) / tp / (mesh.size(axis) if axis in _SUMS else 1)
+    weights = expert_weights(dispatch)
+    held = _bytes(weights) / tp / (mesh.size(axis) if axis in _SUMS else 1)
+    if axis in _SUMS and (computed := [w for w in weights if w.op != "placeholder"]):
+        calls = 3 * options.microbatches  # of each: for a forward, for a backward, and of its gradient
+        ranks = mesh.size(axis)
+        sent = calls * _bytes(computed) / tp / ranks * (ranks - 1) / ranks
+        found += links.seconds(axis, "all_to_all", sent, calls * len(computed))
     for other in _SUMS:
         if other != axis and (ranks := mesh.size(other)) > 1:
             # gathered in forward and backward, and scattered; or gathered once and scattered, which is as much as a sum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.fx import GraphModule, Node
@@ -144,10 +144,10 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
         _check_enough(int(arguments(node)["num_experts"]), axis, mesh)
 
 
-def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> dict[str, str]:
-    """Name of a parameter -> the axis that its experts are sharded on."""
+def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> set[str]:
+    """Names of the parameters with one entry per expert along dim 0, of layers whose experts are sharded."""
     return {
-        names[x]: plans[node.name].axis
+        names[x]
         for node in dispatches(gm)
         if node.name in plans
         for x in expert_weights(node)
@@ -180,9 +180,10 @@ def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
 
 
 def expert_notes(
-    gm: GraphModule, mesh: Mesh, options: Options, plans: Mapping[str, ExpertPlan]
+    gm: GraphModule, mesh: Mesh, options: Options, plans: Mapping[str, ExpertPlan], sharded: Collection[Node] = ()
 ) -> list[tuple[str, str]]:
-    """Notes on how many rows a rank's experts get, and which weights are replicated."""
+    """Notes on how many rows a rank's experts get, and on weights that the forward computes, of which some are
+    ``sharded``."""
     found: dict[str, list[str]] = {}
     for node in dispatches(gm):
         if node.name in plans:
@@ -190,7 +191,7 @@ def expert_notes(
     more = {text: f" and {len(names) - 1} more" * (len(names) > 1) for text, names in found.items()}
     rows = [(f"experts of {names[0]}{more[text]}", text) for text, names in found.items()]
     rows += _groups(gm, mesh, options, plans)
-    return [*rows, *_whole_weights(gm, plans)]
+    return [*rows, *_computed_weights(gm, plans, sharded)]
 
 
 def _groups(gm: GraphModule, mesh: Mesh, options: Options, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
@@ -224,16 +225,28 @@ def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen:
     return ", and ".join(f"{even * copy:.3g} MB {place}, at most {most * copy:.3g}" for place, even, most in sent)
 
 
-def _whole_weights(gm: GraphModule, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
-    """Notes on layers whose weights the forward computes, such as by a stack: stored replicated, used sharded."""
-    found = ((node, [x for x in expert_weights(node) if x.op != "placeholder"]) for node in dispatches(gm))
+def _computed_weights(
+    gm: GraphModule, plans: Mapping[str, ExpertPlan], sharded: Collection[Node]
+) -> list[tuple[str, str]]:
+    """Notes on layers whose weights the forward computes, such as by a stack."""
+    found: dict[tuple[str, str], list[Node]] = {}
+    for dispatch in dispatches(gm):
+        for x in expert_weights(dispatch) if dispatch.name in plans else ():
+            if x.op != "placeholder":
+                how = _PARTS if x in sharded else _WHOLE
+                found.setdefault((dispatch.name, how.format(axis=plans[dispatch.name].axis)), []).append(x)
     return [
         (
-            f"experts of {node.name}",
+            f"experts of {name}",
             f"{len(made)} weights are computed in the forward ({', '.join(sorted({str(x.target) for x in made}))}): "
-            f"every rank of {plans[node.name].axis} stores and computes all of them, and uses its own experts'; zero=3 "
-            "shards what is stored",
+            + how,
         )
-        for node, made in found
-        if made and node.name in plans
+        for (name, how), made in found.items()
     ]
+
+
+_PARTS = (
+    "every rank of {axis} stores a part of all of them; where that is not by expert, an all-to-all gives it its own "
+    "experts' for each forward and backward, and sends the gradients back"
+)
+_WHOLE = "every rank of {axis} stores and computes all of them, and uses its own experts'; zero=3 shards what is stored"
