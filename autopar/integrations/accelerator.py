@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from autopar.api import parallelize
 from autopar.precision import a_precision
 from autopar.runtime.mesh.process_groups import data_groups, dp_rank_and_size, gathered_objects, mesh_of
+from autopar.runtime.module.module_facade import outermost
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.training.load import load
 from autopar.runtime.training.save import save
@@ -308,7 +309,7 @@ class Accelerator(accelerate.Accelerator):
 
 def _extracted(model: Any, *how: Any, **more: Any) -> Any:
     """accelerate's `extract_model_from_parallel`, for a model on the mesh, too."""
-    return model.outermost if isinstance(model, ParallelModule) else extract_model_from_parallel(model, *how, **more)
+    return outermost(model) if isinstance(model, ParallelModule) else extract_model_from_parallel(model, *how, **more)
 
 
 class _ScheduleOnMesh(AcceleratedScheduler):

@@ -43,6 +43,12 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
     raise ValueError(f"parallelize: {name} of a parallel model {_INSTEAD[name]}")
 
 
+def outermost(model: ModuleFacade) -> nn.Module:
+    """The user's outermost module on the mesh, which the parallel model stands for."""
+    root: nn.Module = model._tree.root
+    return root
+
+
 class ModuleFacade(Stateful):
     """The user's model, as an nn.Module."""
 
@@ -56,12 +62,6 @@ class ModuleFacade(Stateful):
     @property
     def parameter_specs(self) -> tuple[ParameterSpec, ...]:
         return self._tree.specs
-
-    @property
-    def outermost(self) -> nn.Module:
-        """The user's outermost module on the mesh, which this module stands for."""
-        root: nn.Module = self._tree.root
-        return root
 
     def __repr__(self) -> str:
         """The user's modules, and how their parameters lie on the mesh."""
