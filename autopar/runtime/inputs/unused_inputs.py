@@ -10,7 +10,6 @@ long as the modules stay as they are.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.front_end import capture
-from autopar.capture.reads.unused_inputs import unused_inputs
+from autopar.capture.reads.unused_inputs import Capture, unused_inputs
 
 Names = tuple[str, ...]
 Extremes = Callable[[Mapping[str, int]], tuple[dict[str, int], dict[str, int]]]  # over all ranks
@@ -69,10 +68,11 @@ class UnusedInputs:
         names = [name for name in names if _is_number(batch[name]) or name not in needed]
         shapes = {n: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for n, x in batch.items()}
         for train in (True, False):
-            how = {"train": train, "trial": True, **self._how}
-            captured = functools.partial(capture, model, **how)
-            names = [*unused_inputs(lambda given, log, run=captured: run(given, sizes=log), shapes, names)]
+            names = [*unused_inputs(self._capture(model, train), shapes, names)]
         return {*names}
+
+    def _capture(self, model: nn.Module, train: bool) -> Capture:
+        return lambda given, log: capture(model, given, train=train, sizes=log, trial=True, **self._how)
 
 
 def _is_number(x: Any) -> bool:
