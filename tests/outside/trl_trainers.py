@@ -67,7 +67,6 @@ CASES = {
         for kind, more in (("ipo", {}), ("robust", {"label_smoothing": 0.2}), ("sigmoid_norm", {}))
     },
     "DPO, ref_model": Case("DPO", "pairs", given=("ref_model",), meshes=(DP,)),
-    "DPO, precompute_ref_log_probs": Case("DPO", "pairs", {"precompute_ref_log_probs": True}, meshes=(DP, PP)),
     "DPO, evaluation": Case("DPO", "pairs", EVALUATED, meshes=(DP,)),
     "DPO, LoRA": Case("DPO", "pairs", given=("lora",)),
     "KTO": Case("KTO", "marked", meshes=MESHES),
