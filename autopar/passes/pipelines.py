@@ -2,11 +2,11 @@
 
 from autopar.passes import attention as attention  # fills the table of algorithms
 from autopar.passes.autodiff.clone_aliased_grads import CloneAliasedGrads
-from autopar.passes.canonicalize.cap_experts import CapExperts
 from autopar.passes.canonicalize.cast_parameters import CastParameters
 from autopar.passes.canonicalize.derive_rules import DeriveRules
 from autopar.passes.canonicalize.expand_kv_heads import ExpandKvHeads
-from autopar.passes.canonicalize.group_experts import GroupExperts
+from autopar.passes.canonicalize.experts.cap_experts import CapExperts
+from autopar.passes.canonicalize.experts.group_experts import GroupExperts
 from autopar.passes.canonicalize.normalize import Normalize
 from autopar.passes.canonicalize.split_biases import SplitBiases
 from autopar.passes.canonicalize.token_windows import TokenWindows

@@ -98,7 +98,9 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    computed = sharded_sources(gm, mesh, names, experts, {n: _shard(parameters[names[n]], "tp") for n in names})
+    over_tp = {n: _shard(parameters[name], "tp") for n, name in names.items()}
+    # What is served would exchange weights for each token.
+    computed = sharded_sources(gm, mesh, names, experts, over_tp) if train else {}
     of_experts = {n: _of_expert(n, mesh, own) for n, name in names.items() if name in stored}
     of_experts |= {n: ParameterPlan(p, p, spread(own)) for found in computed.values() for n, p in found.items()}
     for axis in ("ep", "cp", "dp", "dp_replicate"):  # the order of sharding: ep before cp before dp

@@ -12,7 +12,7 @@ from autopar.capture.front_end import capture
 from autopar.ir.graph import calls_of
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.canonicalize.group_experts import GroupExperts
+from autopar.passes.canonicalize.experts.group_experts import GroupExperts
 from autopar.testing.harness import check_model
 from tests.experts import written_out as written
 from tests.experts.written_out import SPELLINGS, Model, batch

@@ -6,7 +6,7 @@
     y.index_add_(0, token, rows)                 the same
 
 So loops over experts are captured with every token computed by every expert;
-`autopar.passes.canonicalize.group_experts` makes grouped products of them. A position
+`autopar.passes.canonicalize.experts.group_experts` makes grouped products of them. A position
 that is used in another way has a data-dependent size.
 """
 

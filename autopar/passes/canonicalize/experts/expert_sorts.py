@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from autopar.capture.branches.expert_masks import number_of_choice
 from autopar.ir.graph import arguments, calls_of, is_call, reach
 from autopar.ops import grouped_experts as grouped_experts  # registers the operators
-from autopar.passes.canonicalize.expert_loops import NotGrouped
+from autopar.passes.canonicalize.experts.expert_loops import NotGrouped
 from autopar.rewrite.build import Build, shape_of, value_of
 
 aten, ours = torch.ops.aten, torch.ops.autopar

@@ -21,7 +21,7 @@ from autopar.capture.branches.expert_masks import ANY, distinct_experts
 from autopar.ir.graph import values
 from autopar.ops import grouped_experts as grouped_experts  # registers the operators
 from autopar.ops.traits import is_random
-from autopar.passes.canonicalize.expert_loops import Loop, NotGrouped, Numbers, check_alike, mask_behind
+from autopar.passes.canonicalize.experts.expert_loops import Loop, NotGrouped, Numbers, check_alike, mask_behind
 from autopar.rewrite.build import Build, calls, shape_of, value_of
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -70,11 +70,13 @@ def grouped(loop: Loop) -> None:
     """Replace a loop. Raises NotGrouped, and leaves the graph as it was, but for dead code."""
     number = Numbers()
     check_alike(loop, number)
-    _Rows(loop, number).replace()
+    GroupedRows(loop, number).replace()
 
 
 @dataclass
-class _Rows:
+class GroupedRows:
+    """The values of all turns of a loop, followed together."""
+
     loop: Loop
     number: Numbers
     build: Build = field(init=False)
@@ -82,7 +84,8 @@ class _Rows:
     sorted: tuple[int, Node, Node] | None = None  # (number of what was dispatched, its rows, their order)
 
     def __post_init__(self) -> None:
-        self.turns, self.last = self.loop.by_expert, self.loop.turns[-1]
+        self.turns: Sequence[Any] = self.loop.by_expert
+        self.last = self.loop.turns[-1]
         self.build = Build(self.last.end)
         mask = self.last.mask
         self.shape, self.index, self.places = self.last.shape, mask.index, mask.places
