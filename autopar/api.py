@@ -52,6 +52,7 @@ from autopar.runtime.fault.errors import error_context
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, check_values, misspelled
 from autopar.runtime.inputs.loss_fn import LOSS, with_loss
 from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
+from autopar.runtime.inputs.rank_outputs import RANK
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.argument_checks import (
@@ -186,7 +187,8 @@ def parallelize(
                 buffers, backend, seed, broadcast, check_replica_inputs, chosen.microbatches, outputs_with_grad,
                 lift_to_float64, checks, chosen.replicas, lambda *state: made(SharedCapture(), False, *state),
             )  # fmt: skip
-            parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))
+            served = parallel.for_serving, parallel.keeps_unsharded, example_batch, outputs_with_grad == RANK
+            parallel.generate_with(Generation(*served))
             if buckets is not None:
                 parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
             return parallel

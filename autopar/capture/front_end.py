@@ -385,8 +385,8 @@ def _forward_within(replica: nn.Module, mode: TorchFunctionMode) -> Iterator[Non
 
     @functools.wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
-        with _MODES[number]:
-            return forward(*args, **kwargs)
+        with _MODES[number] as entered:
+            return forward(*args, **(entered.given(kwargs) if isinstance(entered, SizeLog) else kwargs))
 
     own = "forward" in vars(replica)
     replica.forward = within

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
+from accelerate.utils import extract_model_from_parallel, operations, other, random, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from autopar.api import parallelize
-from autopar.ir.mesh import DATA
 from autopar.precision import a_precision
-from autopar.runtime.mesh.process_groups import dp_rank_and_size, mesh_of
+from autopar.runtime.mesh.process_groups import data_groups, dp_rank_and_size, gathered_objects, mesh_of
+from autopar.runtime.module.module_facade import outermost
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.training.load import load
 from autopar.runtime.training.save import save
@@ -95,6 +95,11 @@ class Accelerator(accelerate.Accelerator):
     def num_processes(self) -> int:
         """Number of data-parallel ranks."""
         return self._parts if "_parts" in self.__dict__ else super().num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Which data-parallel rank this is."""
+        return self._part if "_part" in self.__dict__ else super().process_index
 
     # --- prepare ----------------------------------------------------------------------------------------------
 
@@ -196,16 +201,34 @@ class Accelerator(accelerate.Accelerator):
         if self._parts == 1:
             return tensor
         rows = torch.atleast_1d(tensor).contiguous()
-        for group in self._data_groups():
+        for group in data_groups(self.mesh):
             found = [torch.empty_like(rows) for _ in range(group.size())]
             dist.all_gather(found, rows, group=group)
             rows = torch.cat(found)
         return rows
 
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        """Groups to gather over one after the other, which keeps the order of data-parallel ranks."""
-        axes = [axis for axis in reversed(DATA) if axis in mesh_of(self.mesh).sizes]
-        return [self.mesh.get_group(axis) for axis in axes]
+    def _gathered_objects(self, own: Any) -> list[Any]:
+        """The lists of all data-parallel ranks, one after the other."""
+        return [x for part in gathered_objects(self.mesh, own) for x in part]
+
+    @contextlib.contextmanager
+    def over_data(self) -> Iterator[None]:
+        """Context manager for accelerate's functions that trainers import by name: processes are data-parallel ranks
+        for ``gather``, ``gather_object`` and ``set_seed(device_specific=True)``; ``is_peft_model`` sees the model."""
+        ours = (
+            (operations, "_gpu_gather", self.gather),
+            (operations, "_gpu_gather_object", self._gathered_objects),
+            (random, "AcceleratorState", lambda: self),
+            (other, "extract_model_from_parallel", _extracted),
+        )
+        kept = [getattr(module, name) for module, name, _ in ours]
+        for module, name, function in ours:
+            setattr(module, name, function)
+        try:
+            yield
+        finally:
+            for (module, name, _), function in zip(ours, kept, strict=True):
+                setattr(module, name, function)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As in accelerate, over data-parallel ranks: examples that only pad the last batch are dropped."""
@@ -215,11 +238,7 @@ class Accelerator(accelerate.Accelerator):
             use_gather_object = True
         if not use_gather_object:
             return super().gather_for_metrics(input_data)
-        rows = list(input_data)
-        for group in self._data_groups():
-            found: list[Any] = [None] * group.size()
-            dist.all_gather_object(found, rows, group=group)
-            rows = [x for part in found for x in part]
+        rows = self._gathered_objects(list(input_data))
         state = self.gradient_state
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
@@ -286,6 +305,11 @@ class Accelerator(accelerate.Accelerator):
         finally:
             handle.remove()
             self._models, self._optimizers, self._schedulers = kept
+
+
+def _extracted(model: Any, *how: Any, **more: Any) -> Any:
+    """accelerate's `extract_model_from_parallel`, for a model on the mesh, too."""
+    return outermost(model) if isinstance(model, ParallelModule) else extract_model_from_parallel(model, *how, **more)
 
 
 class _ScheduleOnMesh(AcceleratedScheduler):

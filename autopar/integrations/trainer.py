@@ -11,6 +11,7 @@ for any mesh.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +31,8 @@ from autopar.integrations.training_arguments import (
     behind,
     check_losses,
     check_methods,
-    check_reference,
     check_training_arguments,
+    count_data_parallel,
 )
 from autopar.runtime.inputs.padding import IGNORED
 from autopar.runtime.mesh.process_groups import dp_rank_and_size
@@ -68,13 +69,13 @@ class MeshTrainerMixin(_BASE):
         self._mesh, self._mesh_options = mesh, dict(options or {})
         self._part, self._parts = dp_rank_and_size(mesh)
         check_methods(type(self), MeshTrainerMixin, _METHODS)
-        super().__init__(*args, **kwargs)
+        with contextlib.ExitStack() as self._construction:
+            super().__init__(*args, **kwargs)
         self._set_signature_columns_if_needed()  # while the model still has its original class
         self._to_mesh()
 
     def _to_mesh(self) -> None:
         self._losses, self._traced = (self.compute_loss_func, self.label_smoother), not self._overrides("compute_loss")
-        check_reference(self)
         if not self._traced:
             pass  # that method decides what becomes of the others
         elif self.compute_loss_func is not None:
@@ -89,9 +90,11 @@ class MeshTrainerMixin(_BASE):
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments and create the accelerator of `autopar.integrations`."""
         check_training_arguments(self, self._parts)
+        count_data_parallel(self.args, self._parts)
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator
         self.accelerator.on_mesh(self._mesh, self._mesh_options)
+        self._construction.enter_context(self.accelerator.over_data())
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """No effect: shards are moved to devices when the model is sharded."""
@@ -104,6 +107,21 @@ class MeshTrainerMixin(_BASE):
         """This rank's share of the operations for its batch; transformers sums over all ranks."""
         found: float = super().floating_point_ops(inputs)
         return found * self._parts / self.args.world_size
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        with self.accelerator.over_data():
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        with self.accelerator.over_data():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        with self.accelerator.over_data():
+            return super().predict(*args, **kwargs)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -216,6 +234,7 @@ class MeshTrainerMixin(_BASE):
         self.model.load_pretrained(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # transformers' own finds no optimizer.pt
         if checkpoint is not None and (folder := Path(checkpoint) / STATE).is_dir():
             load(folder, self.model, _plain(self.optimizer), scheduler=self.lr_scheduler)
 

@@ -19,12 +19,13 @@ _REFUSED = {
     "parallelism_config": "the mesh determines parallelism; remove it",
     "auto_find_batch_size": "ranks would try different sizes; python -m autopar plan shows the memory of a rank",
     "use_liger_kernel": "apply it to the model before creating the trainer",
+    "use_vllm": "the model generates on its mesh, with the weights of the last step; remove it",
     "neftune_noise_alpha": "register its hook on the model before creating the trainer",
 }  # argument -> way out
 _WITHIN_BACKWARD = ("lomo", "adalomo")
 _CALL_SUPER = {
     "__init__", "prediction_step", "floating_point_ops", "create_accelerator_and_postprocess", "compute_loss",
-    "training_step",
+    "training_step", "train", "evaluate", "predict", "_load_optimizer_and_scheduler",
 }  # fmt: skip
 
 
@@ -63,6 +64,22 @@ def check_training_arguments(trainer: Any, parts: int) -> None:
         )
 
 
+def count_data_parallel(args: Any, parts: int) -> None:
+    """TRL's arguments have counted all ranks as devices. Raises ValueError if the batch holds no whole groups."""
+    if not (steps := getattr(args, "steps_per_generation", None)):
+        return
+    args.generation_batch_size = args.per_device_train_batch_size * parts * steps
+    evaluated = args.per_device_eval_batch_size * parts if args.eval_strategy != "no" else 0
+    groups = {"num_generations": args.generation_batch_size, "num_generations_eval": evaluated}
+    for name, batch in groups.items():
+        size = getattr(args, name, None) or args.num_generations
+        if batch % size:
+            raise ValueError(
+                f"Trainer: needs whole groups of {name}={size} completions, found a batch of {batch} on {parts} "
+                "data-parallel ranks, which are the devices of a mesh; change the batch size of a device"
+            )
+
+
 def check_methods(kind: type, front: type, known: Mapping[str, Any]) -> None:
     """Raises ValueError for overridden methods that the mixin ``front`` would hide, because their class comes after it
     in the bases of ``kind``. ``known``: the methods of transformers.Trainer."""
@@ -98,13 +115,3 @@ def check_losses(trainer: Any, placed: tuple[Any, Any], traced: bool, has_own: b
                 f"Trainer: needs one loss, found {name}, which is traced with the model, and a compute_loss that was "
                 "set later; define compute_loss in the class, or leave the other out"
             )
-
-
-def check_reference(trainer: Any) -> None:
-    """Raises ValueError where TRL would take the reference from the model itself, by disabling its adapters."""
-    by_adapters = getattr(trainer, "ref_model", trainer) is None and hasattr(trainer.model, "peft_config")
-    if by_adapters and not getattr(trainer.args, "precompute_ref_log_probs", False):
-        raise ValueError(
-            f"Trainer: {type(trainer).__name__} would take its reference from the model with disabled adapters, but "
-            "compiled steps have them, found no ref_model; pass precompute_ref_log_probs=True in its arguments"
-        )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,22 @@ class Ticket(Protocol):
         """End it; without effect once it has finished."""
 
 
+class Row(NamedTuple):
+    """One request of a call."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    want_logits: bool = False
+    want_scores: bool = False
+
+
+class Share(NamedTuple):
+    """Requests of all ranks that make a call, and which of them are this rank's own."""
+
+    rows: list[Row]
+    own: slice = slice(None)
+
+
 class Submit(Protocol):
     """Hands a request to a server. ``on_token`` is called with each token in order; True: the request ends there."""
 
@@ -90,10 +106,16 @@ class Requests:
     def want_scores(self) -> bool:
         return bool(self.config.return_dict_in_generate and self.config.output_scores)
 
-    def on_token(self, row: int) -> Callable[[int], bool] | None:
+    @property
+    def rows(self) -> list[Row]:
+        """Each request."""
+        wanted = self.want_logits, self.want_scores
+        return [Row(prompt, sampling, *wanted) for prompt, sampling in zip(self.prompts, self.samplings, strict=True)]
+
+    def on_token(self, row: Row) -> Callable[[int], bool] | None:
         """What ends a row at its stop strings."""
-        stop = self.samplings[row].stop
-        return StopStrings(self.tokenizer, stop, self.prompts[row]) if stop else None
+        stop = row.sampling.stop
+        return StopStrings(self.tokenizer, stop, row.prompt) if stop else None
 
 
 def requests_of(
@@ -268,17 +290,20 @@ def generate(submit: Submit, defaults: Any, /, *given: Any, **arguments: Any) ->
     return finished(submit, requests_of(defaults, *given, **arguments))
 
 
-def finished(submit: Submit, requests: Requests) -> Any:
-    """The result of `generate`."""
+def finished(submit: Submit, requests: Requests, share: Share | None = None) -> Any:
+    """The result of `generate`, for this rank's own rows of a ``share``."""
     tickets: list[Ticket] = []
+    rows, own = share or Share(requests.rows)
     with _aborted_on_error(tickets):
-        for row, (prompt, sampling) in enumerate(zip(requests.prompts, requests.samplings, strict=True)):
-            wanted = {"want_logits": requests.want_logits, "want_scores": requests.want_scores}
-            tickets.append(submit(prompt, sampling, on_token=requests.on_token(row), **wanted))
+        for row in rows:
+            wanted = {"want_logits": row.want_logits, "want_scores": row.want_scores}
+            tickets.append(submit(row.prompt, row.sampling, on_token=requests.on_token(row), **wanted))
         if requests.streamer is not None:
-            _stream(requests, tickets[0])
-        tokens = [ticket.result() for ticket in tickets]
-    return outputs_of(requests, tokens, [ticket.logits for ticket in tickets], [ticket.scores for ticket in tickets])
+            _stream(requests, tickets[own][0])
+        for ticket in tickets:  # all of them: steps are driven as long as any rank waits
+            ticket.result()
+    mine = tickets[own]
+    return outputs_of(requests, [t.tokens for t in mine], [t.logits for t in mine], [t.scores for t in mine])
 
 
 @contextmanager
@@ -334,6 +359,11 @@ class Batch:
     samplings: list[Sampling]
     record_timestamps: bool = False
 
+    @property
+    def rows(self) -> list[Row]:
+        """Each request."""
+        return [Row(prompt, sampling) for prompt, sampling in zip(self.prompts.values(), self.samplings, strict=True)]
+
 
 def batch_of(
     defaults: Any,
@@ -379,16 +409,18 @@ def generate_batch(submit: Submit, defaults: Any, /, *given: Any, **arguments: A
     return finished_batch(submit, batch_of(defaults, *given, **arguments))
 
 
-def finished_batch(submit: Submit, batch: Batch) -> dict[str, GenerationOutput]:
-    """The result of `generate_batch`."""
-    running = [
-        _Running(GenerationOutput(name, prompt), batch.record_timestamps) for name, prompt in batch.prompts.items()
-    ]
+def finished_batch(submit: Submit, batch: Batch, share: Share | None = None) -> dict[str, GenerationOutput]:
+    """The result of `generate_batch`, for this rank's own rows of a ``share``."""
+    rows, own = share or Share(batch.rows)
+    running = [_Running(GenerationOutput("", list(row.prompt)), batch.record_timestamps) for row in rows]
+    for name, one in zip(batch.prompts, running[own], strict=True):
+        one.output.request_id = name
     tickets: list[Ticket] = []
     with _aborted_on_error(tickets):
-        for one, sampling in zip(running, batch.samplings, strict=True):
-            tickets += one.submitted(submit, sampling)
-        return {one.output.request_id: one.finished() for one in running}
+        for one, row in zip(running, rows, strict=True):
+            tickets += one.submitted(submit, row.sampling)
+        outputs = [one.finished() for one in running]
+        return {output.request_id: output for output in outputs[own]}
 
 
 class _Running:

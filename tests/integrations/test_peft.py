@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,41 @@ def test_an_adapter_folder(tmp_path: Path) -> None:
         assert (folder / "adapter_config.json").exists() and not (folder / "model.safetensors").exists()
         loaded = peft.PeftModel.from_pretrained(llama(), str(folder)).state_dict()
         assert all(float((loaded[name] - x).abs().max()) < EXACT for name, x in model.state_dict().items())
+
+
+def without_adapter(sizes: Sizes) -> tuple[list[float], list[float]]:
+    """Losses with, without and with the adapter, before and after a step."""
+    mesh = autopar.init_mesh("cpu", **sizes) if sizes else None
+    model = lora()
+    mine = batch()
+    if mesh is not None:
+        part, parts = autopar.dp_rank_and_size(mesh)
+        model = autopar.parallelize(model, mesh, lift_to_float64=True, outputs_with_grad="rank")
+        mine = {name: x.chunk(parts)[part] for name, x in mine.items()}
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), []
+
+    def reference() -> float:
+        with torch.no_grad(), model.disable_adapter():
+            return float(model(**mine).loss)
+
+    with LiftFloat32() if mesh is None else contextlib.nullcontext():
+        for _ in range(2):
+            losses.append(reference())
+            loss = model(**mine).loss
+            losses.append(float(loss))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, reference()], [float(model(**mine).loss)]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.full) for axis in ("dp", "pp"))]
+)
+def test_a_reference_without_the_adapter(sizes: Sizes) -> None:
+    expected, after = without_adapter({})
+    for losses, last in run_ranks(2, without_adapter, sizes, timeout=200):
+        assert losses + last == pytest.approx(expected + after, abs=EXACT)
 
 
 def by_trainer(folder: str) -> list[dict[str, float]]:

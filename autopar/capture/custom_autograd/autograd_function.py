@@ -13,8 +13,9 @@ The traced backward consists of ordinary operators, so every pass can handle it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ def _captured(cls: Any, *args: Any) -> Any:
     if pairs:
         taken, made = [x for x, _ in pairs], [g for _, g in pairs]
         given = [incoming[i].clone() if i in incoming else None for i in range(len(results))]
-        zeros = ctx.materialize_grads or none_is_zeros(lambda given: _run(cls, ctx, given), given, ends)
+        zeros = ctx.materialize_grads or none_is_zeros(_again(cls, ctx), vars(ctx), given, ends)
         token = ops.own_backward(taken, made, [*incoming.values()], cls.__qualname__, zeros)
         results = [ops.with_backward(y, incoming[i], token) if i in incoming else y for i, y in enumerate(results)]
     return tuple(results) if isinstance(result, tuple) else results[0]
@@ -232,13 +233,28 @@ def _pairs(
 
 def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Run the backward: one gradient for each argument of the forward."""
-    function = cls.backward if cls.vjp is Function.vjp else cls.vjp
     watch = _ValueWatch(given)
     with torch.no_grad():
         with watch:
-            made = function(ctx, *given)
+            made = _backward_of(cls)(ctx, *given)
         watch.check()
     return made if isinstance(made, tuple) else (made,)
+
+
+def _backward_of(cls: Any) -> Any:
+    return cls.backward if cls.vjp is Function.vjp else cls.vjp
+
+
+def _again(cls: Any, ctx: _Ctx) -> Any:
+    """The backward as a function of the attributes of its ctx and of the gradients."""
+
+    def run(state: Mapping[str, Any], given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        other = copy.copy(ctx)
+        vars(other).update(state)
+        made = _backward_of(cls)(other, *given)
+        return made if isinstance(made, tuple) else (made,)
+
+    return run
 
 
 def _like(gradient: Any, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,12 +63,17 @@ Event = Asked | Compared | MadePlain
 
 
 class SizeLog(TorchFunctionMode):
-    """Context manager that notes in ``events`` what code in it decides by sizes."""
+    """Context manager that notes in ``events`` what code in it decides by sizes. numbers: names of inputs of the
+    forward that are numbers, which remember, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Collection[str] = ()) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.open = False
+        self.numbers, self.open = numbers, False
+
+    def given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, with numbers that remember."""
+        return {n: _kept(self, x, None, (n,)) if n in self.numbers else x for n, x in inputs.items()}
 
     def __enter__(self) -> SizeLog:
         self.open = True
@@ -137,7 +142,8 @@ def _integers(found: Any) -> Iterator[int]:
 
 
 class Number:
-    """How a number was computed: ``made(*parts)`` of numbers and constants; of an asked size, None and (event, dim)."""
+    """How a number was computed: ``made(*parts)`` of numbers and constants; of an asked size, None and (event, dim);
+    of an input, None and its name."""
 
     log: SizeLog
     made: Callable[..., Any] | None
@@ -164,7 +170,7 @@ def plain(x: Any) -> Any:
     return int.__int__(x) if isinstance(x, Size) else float.__float__(x) if isinstance(x, Ratio) else x
 
 
-def _kept(log: SizeLog, value: Any, made: Callable[..., Any], parts: tuple[Any, ...]) -> Any:
+def _kept(log: SizeLog, value: Any, made: Callable[..., Any] | None, parts: tuple[Any, ...]) -> Any:
     """The value, remembering."""
     if not log.open:
         return value

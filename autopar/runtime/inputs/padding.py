@@ -31,6 +31,7 @@ from autopar.runtime.fault.errors import explained
 from autopar.runtime.inputs.image_dealing import dealer_of
 from autopar.runtime.inputs.image_padding import ImagePadder
 from autopar.runtime.inputs.padded_outputs import Growth, Sizes, differences, growth_of, without_padding
+from autopar.runtime.inputs.unused_inputs import Modules, UnusedInputs
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local
 from autopar.spelling import did_you_mean
@@ -103,8 +104,9 @@ Call = str  # what a call of the model is given, but for sizes and values
 
 
 class BatchPadder:
-    """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``of_rank``: these
-    are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`. ``deal_images``: of `Options`."""
+    """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``of_rank``:
+    these are plain tensors of this rank's examples. ``lift``: `autopar.lift_to_float64`. ``deal_images``: of
+    `Options`."""
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class BatchPadder:
         plan: Plan,
         groups: Groups,
         evaluate: Evaluate,
+        modules: Modules,
         of_rank: bool = False,
         lift: bool = False,
         microbatches: int = 1,
@@ -127,6 +130,8 @@ class BatchPadder:
         self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
+        how = {"lift_to_float64": lift, "precision": plan.options.precision}
+        self._unused = UnusedInputs(modules, self._extremes, how)
         dealer = dealer_of(groups) if deal_images else None
         self.images = ImagePadder(root, microbatches, lift, self._extremes, buckets.lazy, dealer, deal_images is True)
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
@@ -136,7 +141,7 @@ class BatchPadder:
         largest on any rank."""
         if self.busy:
             return batch
-        text, images = self.images.apart(batch)
+        text, images = self.images.apart(self._unused.left_out(batch))
         return self.images.fit(self._fitted(text, outputs), images)
 
     def _fitted(self, batch: dict[str, Any], outputs: bool) -> dict[str, Any]:
@@ -212,13 +217,14 @@ class BatchPadder:
 
     def padded_again(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The last batch, padded to the same sizes once more."""
-        text, images = self.images.apart_again(dict(batch))
+        text, images = self.images.apart_again(self._unused.without(batch))
         text = self._padded(text, self._last) if self._sizes(text) != self._last else text
         return self.images.fit_again(text, images)
 
     def trimmed(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         """Outputs [rows, tokens, ...] of the last batch without the padding, except in dims that are sharded."""
-        before, after = self._sizes(self.images.apart_again(dict(batch))[0]), self._last
+        batch = self._unused.without(batch)
+        before, after = self._sizes(self.images.apart_again(batch)[0]), self._last
         if self.busy or before == after:
             return outputs
         if self.of_rank:

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from autopar.adapters.distributed import (
     takes_host_tensors,
 )
 from autopar.attention.exchanges import WAYS
-from autopar.ir.mesh import LEVELLED, Mesh
+from autopar.ir.mesh import DATA, LEVELLED, Mesh
 from autopar.runtime.fault import aborts
 from autopar.runtime.fault.aborts import leave_to_us, started, tell_count
 from autopar.runtime.fault.call_sequence import CallSequence
@@ -35,6 +35,7 @@ from autopar.runtime.fault.store_barrier import Rounds, world_store
 from autopar.runtime.mesh.devices import check_devices, choose_device
 from autopar.schedule.order_checks import Link
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds
 PATIENCE = timedelta(days=7)  # of ranks that wait for the next step of a server, which may not come for long
 
@@ -198,6 +199,22 @@ def dp_rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:
     """
     sizes = mesh_of(mesh)
     return sizes.dp_rank_and_size(sizes.coordinate(dist.get_rank())), sizes.data_size
+
+
+def gathered_objects(mesh: DeviceMesh, own: T) -> list[T]:
+    """The picklable objects of all data-parallel ranks, in their order. Collective."""
+    found = [own]
+    for group in data_groups(mesh):
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, found, group=group)
+        found = [x for part in parts for x in part]
+    return found
+
+
+def data_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Groups to gather over one after the other, which keeps the order of data-parallel ranks."""
+    sizes = mesh_of(mesh).sizes
+    return [mesh.get_group(axis) for axis in reversed(DATA) if sizes.get(axis, 1) > 1]
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

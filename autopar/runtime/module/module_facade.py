@@ -43,6 +43,12 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
     raise ValueError(f"parallelize: {name} of a parallel model {_INSTEAD[name]}")
 
 
+def outermost(model: ModuleFacade) -> nn.Module:
+    """The user's outermost module on the mesh, which the parallel model stands for."""
+    root: nn.Module = model._tree.root
+    return root
+
+
 class ModuleFacade(Stateful):
     """The user's model, as an nn.Module."""
 

@@ -34,6 +34,7 @@ from autopar.runtime.exec.step_inputs import REPLICA_SHARD, SCALE
 from autopar.runtime.exec.value_checks import ValueChecks
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.guards.global_state import GlobalTorchState, need_gradients, no_anomalies, outside
+from autopar.runtime.guards.module_guards import ModuleGuards
 from autopar.runtime.guards.origin import Origin
 from autopar.runtime.guards.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.inputs.call_arguments import by_name, check_values, misspelled
@@ -41,6 +42,7 @@ from autopar.runtime.inputs.loss_fn import COTANGENT
 from autopar.runtime.inputs.outputs import parts_of_outputs, rebuild_outputs
 from autopar.runtime.inputs.padding import BatchPadder, PaddingBuckets
 from autopar.runtime.inputs.rank_outputs import COUNT, RANK, Made, of_rank, outputs_of_others
+from autopar.runtime.inputs.unused_inputs import Modules
 from autopar.runtime.mesh.host_copies import to_device
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients, with_second_forward
@@ -205,7 +207,8 @@ class ParallelModule(ModuleFacade):
                 return self._evaluated((), batch)
 
         deals = self._cache.backend == "eager" and self._cache.plan.options.deal_images
-        how = (evaluate, self._of_rank, self._lift_to_float64, self._cache.microbatches, deals)
+        modules = Modules(self._tree.structure, lambda: ModuleGuards(self._tree.root, modes=False).holds)
+        how = (evaluate, modules, self._of_rank, self._lift_to_float64, self._cache.microbatches, deals)
         fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, *how)
         self._fitter = fitter
         if ahead is not None:
