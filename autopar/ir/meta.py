@@ -30,6 +30,7 @@ NODES = {
     "partitioner_tag": "str: 'is_backward' for what AOTAutograd traced after the forward",
     "call": "int: which of the `forward_calls` of a local graph a node of its joint graph belongs to (-1: none)",
     "ac_region": "int: number of the torch.utils.checkpoint in which the model calls it",
+    "own_memory": "True: it copies a detached value that is written to (`autopar.capture.trace.detached_writes`)",
     "custom": "dict[str, Any]: annotations, which torch's decompositions propagate",
     # placements
     "placements": "dict[str, Placement]: of the result, by axis; Invariant where an axis is missing",

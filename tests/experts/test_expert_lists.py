@@ -203,3 +203,14 @@ def _stepped(sizes: dict[str, int], options: dict[str, int]) -> float:
 
 def test_exact_on_ranks() -> None:
     assert max(run_ranks(4, _stepped, {"dp": 2, "ep": 2}, {"zero": 3})) < 1e-10
+
+
+def test_a_split_may_have_an_empty_piece() -> None:
+    """Of rotary embeddings of the whole width, for example: no experts, and no error."""
+
+    def empty(layer: Any, rows: Tensor) -> Tensor:
+        whole, rest = rows.split([WIDTH, 0], dim=-1)
+        none, other = rows.split([0, EXPERTS])
+        return layer.experts[0](whole) + torch.cat([other, none]) + rest.sum()
+
+    assert not grouped(empty)

@@ -64,7 +64,7 @@ def _pieces(gm: GraphModule) -> list[tuple[Node, int, tuple[Node, ...]]]:
     found: dict[tuple[Node, int, int], dict[int, Node]] = {}
     for node in gm.graph.nodes:
         at = _place(node)
-        if at is not None:
+        if at is not None and at[3]:
             source, dim, start, length = at
             found.setdefault((source, dim, length), {}).setdefault(start, node)
     whole = []
