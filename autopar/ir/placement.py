@@ -162,6 +162,11 @@ def transpose(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
     return dual(dst), dual(src)
 
 
+def shard_of_size(dim: int, size: int, ranks: Pieces) -> Shard:
+    """Shards of a dim of any size: where it does not divide over the ranks, each entry is a unit."""
+    return Shard(dim, units=size if size % ranks else 0)
+
+
 # (source, target) -> collective. The only such table; the backward column follows by `transpose`.
 CONVERSIONS: dict[tuple[type, type], str] = {
     (Invariant, Replicate): "none",

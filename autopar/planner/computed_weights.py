@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from autopar.ir.expert_layers import ExpertPlan, dispatches, expert_weights
 from autopar.ir.graph import getitem_index, global_shape, tensor_operands
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Shard, local_shape
+from autopar.ir.placement import Shard, local_shape, shard_of_size
 from autopar.planner.factor_propagation import Analysis
 from autopar.rules import RuleError, has_rule
 
@@ -71,8 +71,8 @@ class _Sources:
         padded = [d for d, size in enumerate(shape) if size % ranks]
         even = [d for d in range(len(shape)) if d not in padded]
         for dim in (0, *even, *sorted(padded, key=lambda d: -shape[d])):
-            units = shape[dim] if dim in padded else 0
-            if shape[dim] >= ranks and (found := self._behind(weight, Shard(dim, units=units))):
+            shard = shard_of_size(dim, shape[dim], ranks)
+            if shape[dim] >= ranks and (found := self._behind(weight, shard)):
                 return found
         return {}
 

@@ -18,7 +18,7 @@ from autopar.ir.batch import BatchDims
 from autopar.ir.graph import arguments, calls_of, global_shape
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import input_specs
-from autopar.ir.placement import INVARIANT, REPLICATE, Placement, Shard, nested_shape
+from autopar.ir.placement import INVARIANT, REPLICATE, Placement, Shard, nested_shape, shard_of_size
 from autopar.ir.signature import InputSpec
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
@@ -99,8 +99,8 @@ def make_plan(
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
     over_tp = {n: _shard(parameters[name], "tp") for n, name in names.items()}
-    # What is served would exchange weights for each token.
-    computed = sharded_sources(gm, mesh, names, experts, over_tp) if train else {}
+    placed = train or fixed is not None  # what is served alone would exchange weights for each token
+    computed = sharded_sources(gm, mesh, names, experts, over_tp) if placed else {}
     of_experts = {n: _of_expert(n, mesh, own) for n, name in names.items() if name in stored}
     of_experts |= {n: ParameterPlan(p, p, spread(own)) for found in computed.values() for n, p in found.items()}
     for axis in ("ep", "cp", "dp", "dp_replicate"):  # the order of sharding: ep before cp before dp
@@ -150,7 +150,9 @@ def _over_tp(
 ) -> TensorParallel:
     """Enter into ``parameters`` how each is sharded on tp, ``of_experts`` by expert. Raises ValueError if none is."""
     keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
-    by_expert = {n: _expert_shard(n, mesh.size("tp")) for n, name in names.items() if name in of_experts}
+    by_expert = {
+        n: shard_of_size(0, global_shape(n)[0], mesh.size("tp")) for n, name in names.items() if name in of_experts
+    }
     chosen = plan_tensor_parallel(Analysis(gm, mesh, "tp"), names, keep, by_expert)
     chosen.parameters |= {names[n]: _of_expert(n, mesh, "tp") for n in by_expert}
     for name, decision in chosen.parameters.items():
@@ -223,13 +225,8 @@ def _shard(axes: Mapping[str, ParameterPlan], axis: str) -> Shard | None:
     return stored if isinstance(stored, Shard) else None
 
 
-def _expert_shard(node: Node, ranks: int) -> Shard:
-    experts = global_shape(node)[0]
-    return Shard(0, units=experts if experts % ranks else 0)
-
-
 def _of_expert(node: Node, mesh: Mesh, axis: str) -> ParameterPlan:
-    shard = _expert_shard(node, mesh.size(axis))
+    shard = shard_of_size(0, global_shape(node)[0], mesh.size(axis))
     padded = f"; {shares_text(shard.units, mesh.size(axis))}" if shard.units else ""
     return ParameterPlan(shard, shard, f"experts are sharded on {axis}; each rank has its own{padded}")
 

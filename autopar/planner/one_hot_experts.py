@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import getitem_index, global_shape, tensor_operands
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Shard
+from autopar.ir.placement import shard_of_size
 from autopar.ops.traits import PRODUCTS
 from autopar.planner.factor_propagation import Analysis
 from autopar.rules import RuleError, has_rule
@@ -44,7 +44,7 @@ class _Layer:
     def __init__(self, analysis: Analysis, weight: Node) -> None:
         experts = global_shape(weight)[0]
         self.analysis = analysis
-        self.facts = {weight: Shard(0, units=experts if experts % analysis.ranks else 0)}
+        self.facts = {weight: shard_of_size(0, experts, analysis.ranks)}
         self.pending, self.dispatched, self.combined = [weight], False, False
 
     def parameters(self) -> list[Node]:

@@ -27,7 +27,7 @@ from autopar.ir.custom_backward import inside_of
 from autopar.ir.graph import getitem_index, nbytes, reach, shape_on, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import input_specs, names_of_parameters
-from autopar.ir.placement import Pieces, Shard, scaled_blocks
+from autopar.ir.placement import Pieces, Shard, scaled_blocks, shard_of_size
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
 from autopar.ops.traits import PRODUCTS
 from autopar.plan import Stream
@@ -252,7 +252,7 @@ def _candidates(call: Node, tokens: Tokens, barred: Mapping[Node, set[int]]) -> 
     for _, value in results_of(call):
         for dim, size in enumerate(shape_on(value, tokens.axis, tokens.mesh)):
             if size > 1 and dim not in barred.get(value, ()):
-                yield value, Shard(dim, units=0 if size % ranks == 0 else size)
+                yield value, shard_of_size(dim, size, ranks)
 
 
 def _spared(tokens: Tokens, calls: Collection[Node], seed: Seed) -> float:

@@ -14,6 +14,7 @@ from autopar.capture.front_end import capture
 from autopar.ir.graph import calls_of
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.canonicalize.experts.expert_rows import place_of
 from autopar.passes.canonicalize.experts.group_experts import GroupExperts
 from autopar.rewrite.compilation import Compilation
 from autopar.testing.harness import check_model
@@ -214,3 +215,15 @@ def test_a_split_may_have_an_empty_piece() -> None:
         return layer.experts[0](whole) + torch.cat([other, none]) + rest.sum()
 
     assert not grouped(empty)
+
+
+def test_places_of_parts() -> None:
+    """Indices from the end, beyond it, steps, and parts of nothing."""
+
+    def parts(layer: Any, rows: Tensor) -> Tensor:
+        nothing = rows[:0]
+        return rows + rows[-1] + rows[1:9:1].sum(0) + rows[::2].sum(0) + nothing[3:].sum(0) + nothing[-2:].sum(0)
+
+    gm = capture(*model(parts))
+    found = {at[1:] for node in gm.graph.nodes if (at := place_of(node)) and at[0].meta["val"].shape[0] in (0, EXPERTS)}
+    assert {(0, 3, 1), (0, 1, 3), (0, 0, 0)} <= found and not grouped(parts)

@@ -24,7 +24,7 @@ from autopar.ir.graph import ancestors, reach
 from autopar.ir.meta import input_specs
 from autopar.ops.traits import PRODUCTS, is_elementwise
 from autopar.passes.canonicalize.experts.expert_loops import SAME, NotGrouped, Numbers
-from autopar.passes.canonicalize.experts.expert_rows import GroupedRows, Rows, Shared, Value
+from autopar.passes.canonicalize.experts.expert_rows import GroupedRows, Rows, Shared, Value, place_of
 from autopar.rewrite.build import Build, calls, shape_of, value_of
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -63,7 +63,7 @@ def _pieces(gm: GraphModule) -> list[tuple[Node, int, tuple[Node, ...]]]:
     """(value, dim, pieces) of all values of which there are equal pieces that cover a dim."""
     found: dict[tuple[Node, int, int], dict[int, Node]] = {}
     for node in gm.graph.nodes:
-        at = _place(node)
+        at = place_of(node)
         if at is not None and at[3]:
             source, dim, start, length = at
             found.setdefault((source, dim, length), {}).setdefault(start, node)
@@ -73,28 +73,6 @@ def _pieces(gm: GraphModule) -> list[tuple[Node, int, tuple[Node, ...]]]:
         if len(pieces) > 1 and sorted(pieces) == [*starts] and dim < len(shape_of(source)) - 1:
             whole.append((source, dim, tuple(pieces[start] for start in starts)))
     return whole
-
-
-def _place(node: Node) -> tuple[Node, int, int, int] | None:
-    """(value, dim, first entry, entries) of a part of it."""
-    source: Any = node.args[0] if node.args else None
-    if calls(node, aten.select.int):
-        dim, index = (int(x) for x in node.args[1:3])  # type: ignore[arg-type]
-        dim %= len(shape_of(source))
-        return source, dim, index % shape_of(source)[dim], 1
-    if calls(node, aten.slice.Tensor) and node.args[4:] in ((), (1,)):
-        dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
-        size, start = shape_of(source)[dim], node.args[2] if len(node.args) > 2 else 0
-        return source, dim % len(shape_of(source)), int(start or 0) % size, shape_of(node)[dim]  # type: ignore[arg-type]
-    if not calls(node, operator.getitem) or not isinstance(source.args[0], Node):
-        return None
-    of, index, made = source.args[0], int(node.args[1]), source.meta["val"]  # type: ignore[arg-type]
-    if calls(source, aten.unbind.int):
-        return of, int(source.args[1] if len(source.args) > 1 else 0) % len(shape_of(of)), index, 1
-    if calls(source, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
-        dim = int(source.args[2] if len(source.args) > 2 else 0) % len(shape_of(of))
-        return of, dim, sum(x.shape[dim] for x in made[:index]), made[index].shape[dim]
-    return None
 
 
 def _is_dispatched(gm: GraphModule, x: Node) -> bool:

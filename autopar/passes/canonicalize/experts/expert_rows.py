@@ -29,6 +29,7 @@ _PRODUCTS = (aten.mm.default, aten.matmul.default)
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.contiguous.default)
 _SHAPES = (*_VIEWS, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int)
 _CONSTANTS = (
     aten.linspace.default, aten.zeros.default, aten.full.default, aten.view.default, aten.reshape.default,
 )  # fmt: skip
@@ -278,12 +279,10 @@ class GroupedRows:
             if len(shape_of(inner[0])) != 2 or (calls(inner[0], aten.permute.default) and inner[0].args[1] != [1, 0]):
                 break
             inner, turned = [x.args[0] for x in inner], not turned  # type: ignore[misc]
-        places = [_place(x) for x in inner]
-        whole = {id(p): p for p, _ in places if p is not None}
-        if len(whole) == 1 and [i for _, i in places] == list(range(len(inner))):
-            (stored,) = whole.values()
-            if shape_of(stored)[0] == len(inner):
-                return stored, turned
+        stored = (place_of(inner[0]) or inner)[0]
+        entries = [(stored, 0, i, 1) for i in range(len(inner))]
+        if shape_of(stored) == (len(inner), *shape_of(inner[0])) and [place_of(x) for x in inner] == entries:
+            return stored, turned
         return self.build(aten.stack.default, inner), turned
 
     # --- dispatch and combine -----------------------------------------------------------------------------------
@@ -454,10 +453,21 @@ def _operands(node: Node) -> tuple[list[Node], list[Any]]:
     return found, rest
 
 
-def _place(node: Node) -> tuple[Node | None, int]:
-    """(a value, i) of its entry i along dim 0"""
-    if calls(node, aten.select.int) and node.args[1] == 0:
-        return node.args[0], int(node.args[2])  # type: ignore[return-value, arg-type]
-    if calls(node, operator.getitem) and calls(node.args[0], aten.unbind.int) and not node.args[0].args[1:]:  # type: ignore[union-attr]
-        return node.args[0].args[0], int(node.args[1])  # type: ignore[union-attr, return-value, arg-type]
-    return None, 0
+def place_of(node: Node) -> tuple[Node, int, int, int] | None:
+    """(value, dim, first entry, entries) of a part of it; with one entry, the part may have lost the dim."""
+    source: Any = node.args[0] if node.args else None
+    if calls(node, operator.getitem) and calls(source, *_SPLITS):
+        of, index, made = source.args[0], int(node.args[1]), source.meta["val"]  # type: ignore[arg-type]
+        alone = source.target is aten.unbind.int
+        dim = int(source.args[1 if alone else 2] if len(source.args) > (1 if alone else 2) else 0) % len(shape_of(of))
+        return (
+            (of, dim, index, 1) if alone else (of, dim, sum(x.shape[dim] for x in made[:index]), made[index].shape[dim])
+        )
+    if not calls(node, aten.select.int, aten.slice.Tensor) or any(isinstance(x, Node) for x in node.args[1:]):
+        return None
+    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(shape_of(source))  # type: ignore[arg-type]
+    first, size = int((node.args[2] if len(node.args) > 2 else 0) or 0), shape_of(source)[dim]  # type: ignore[arg-type]
+    first = max(first + size, 0) if first < 0 else min(first, size)
+    if calls(node, aten.select.int):
+        return source, dim, first, 1
+    return (source, dim, first, shape_of(node)[dim]) if node.args[4:] in ((), (1,)) else None
