@@ -38,6 +38,7 @@ from autopar.passes.stage.parameter_graphs import (
 )
 from autopar.passes.stage.split_stages import StageGraph, StageSplit, as_one_stage, split_stages
 from autopar.passes.stage.split_statistics import split_pre_pass
+from autopar.passes.step.fuse_accumulation import FuseAccumulation
 from autopar.passes.step.gather_rounded import gather_rounded
 from autopar.plan import Plan
 from autopar.planner.pipeline.split_candidates import parts_by_node, resolve
@@ -293,7 +294,7 @@ def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) ->
             for name, node in zip(step.inputs, placeholders(step.graph), strict=True)
             if is_a(name, "saved", "stash", "grad", "sum")
         }
-        graph = PassManager(STEP_PASSES if simplified else (CloneAliasedGrads(),)).run(
+        graph = PassManager(STEP_PASSES if simplified else (FuseAccumulation(), CloneAliasedGrads())).run(
             promise(step.graph), ctx, facts=("step",)
         )
     ctx.observe(name, graph)

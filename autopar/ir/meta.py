@@ -66,6 +66,7 @@ NODES = {
     "again": "bool: the backward recomputes it",
     "of_slice": "bool: a token slice's rows of a value that depends on no parameter",
     "bucket": "bool: a collective of a bucket",
+    "donated": "True: an input of a step graph that the graph may overwrite",
 }
 
 GRAPHS = {

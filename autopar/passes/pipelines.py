@@ -19,6 +19,7 @@ from autopar.passes.partition.zero_padding import ZeroPadding
 from autopar.passes.step.async_tp import AsyncTensorParallel
 from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.passes.step.bucket_gradients import BucketGradients
+from autopar.passes.step.fuse_accumulation import FuseAccumulation
 from autopar.passes.step.schedule_collectives import ScheduleCollectives
 from autopar.passes.step.simplify import Simplify
 from autopar.rewrite.pass_manager import Pass
@@ -47,5 +48,6 @@ STEP_PASSES: tuple[Pass, ...] = (
     BucketGradients(),
     ScheduleCollectives(),
     AsyncTensorParallel(),
+    FuseAccumulation(),
     CloneAliasedGrads(),
 )

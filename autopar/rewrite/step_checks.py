@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.keys import told_apart
 from autopar.ir.graph import (
@@ -187,6 +187,18 @@ def _check_promise(
                 )
 
 
+def _product(node: Node) -> Node:
+    """The product of a call that adds it to a sum."""
+    graph, factors = Graph(), []
+    for x in node.args[1:]:
+        assert isinstance(x, Node)
+        factors.append(graph.placeholder(x.name))
+        factors[-1].meta = x.meta
+    made = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
+    made.meta = node.meta
+    return made
+
+
 class _Carry:
     """Propagates local types through graphs. Equal calls (of equal layers) are checked once."""
 
@@ -211,6 +223,8 @@ class _Carry:
                 found[node] = [found[node.args[0]][node.args[1]]]
             elif is_call(node, torch.ops.aten.add.Tensor) and node.args[1] in sums:
                 found[node] = found[node.args[0]]  # a sum has the type of its addends
+            elif is_call(node, torch.ops.aten.addmm.default) and node.args[0] in sums:
+                found[node] = self._call(_product(node), tuple(found[x][0] for x in node.args[1:]))
             elif node.op == "call_function":
                 found[node] = self._call(node, tuple(found[x][0] for x in tensor_operands(node)))
         pairs = zip(step.outputs, outputs(step.unnamed), strict=True)

@@ -321,9 +321,11 @@ def _watch_theirs(stages: list[PipelineStage], made: Any) -> Iterator[Watch]:
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that this rank has: of parameters of other stages its shards are empty."""
     for name, p in model.named_parameters():
-        if p.grad is not None:
-            yield name, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        if own is not None and own.numel():
+            yield name, own
 
 
 def reference(work: Workload) -> tuple[float, Mapping[str, Tensor]]:

@@ -9,7 +9,7 @@ Leaves      reductions of activations, which every microbatch needs; reductions 
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return r
         -->
-    BW:   return add(mm(dy, x), earlier_w)
+    BW:   return add(mm(dy, x), earlier_w)    (`autopar.passes.step.fuse_accumulation` makes one call of it)
     BWR:  g = add(mm(dy, x), earlier_w); r = all_reduce(g, "dp"); return r
 """
 
@@ -85,7 +85,8 @@ def add_earlier(gm: GraphModule, gradients: Iterable[tuple[str, Node, torch.dtyp
     for name, own, dtype in gradients:
         val = own.meta["val"]
         after = add_placeholder(gm.graph, f"earlier_{of(name)}", after)
-        after.meta |= {"val": val.new_empty(val.shape, dtype=dtype), "has_gradient": False}  # sums are contiguous
+        sum_val = val.new_empty(val.shape, dtype=dtype)  # sums are contiguous
+        after.meta |= {"val": sum_val, "has_gradient": False, "donated": True}
         totals.append(insert_call(own.next, aten.add.Tensor, (own, after), like=own, val=val.to(dtype)))
     return totals
 

@@ -127,8 +127,9 @@ class Executor:
         self.trained = self._exchange.trained
         groups.warm_up({*axes, *self._exchange.axes})
         self.program: Program = ProgramBuilder(
-            pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.inputs, self.channels, groups.device,
-            compiled.prologue, self._exchange.results, self._exchange.totals, self._over_replicas,
+            pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self._backend != "eager", self.inputs,
+            self.channels, groups.device, compiled.prologue, self._exchange.results, self._exchange.totals,
+            self._over_replicas,
         ).program()  # fmt: skip
         whole = {name: self.inputs.unsplit_name(name) for _, name, _ in self.program.loads}
         self._stored_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
@@ -171,11 +172,12 @@ class Executor:
             world=not self._alone and self.groups.device.type == "cuda",
         )
 
-    def _bind(self, graph: StepGraph) -> Lowered:
+    def _bind(self, graph: StepGraph, first: bool) -> Lowered:
         if self.groups.device.type != "cpu":
             set_device(graph.graph, self.groups.device)
         given = [self._known.get(name) for name in graph.inputs]
-        bound = bind(graph.graph, self.groups, self._backend, given, self._pause_axis, self._of_this_rank(graph))
+        strides = self._of_this_rank(graph)
+        bound = bind(graph.graph, self.groups, self._backend, given, self._pause_axis, strides, first=first)
         self._known |= {name: x for name, x in zip(graph.outputs, bound.made or ()) if name is not None}
         return bound
 

@@ -33,8 +33,8 @@ from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of,
 from autopar.ir.graph import module_path, outputs
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
-from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
-from autopar.ops.declare import COMPILED
+from autopar.ir.waits import WaitPlaces, donated, is_started, overwritten, pauses_at
+from autopar.ops.declare import COMPILED, operator
 from autopar.ops.padded_pieces import padded_size
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
@@ -219,10 +219,12 @@ def bind(
     pauses: str = "",
     any_strides: Collection[int] = (),
     experts: Experts | None = None,
+    first: bool = False,
 ) -> Lowered:
     """Lower the raw collectives of a step graph onto the mesh. ``gm`` is not changed. ``pauses``: the axis at whose
     exchanges it may pause, if it runs operator by operator. ``experts``: answers what it asks; it pauses before each
-    answer.
+    answer. ``first``: it runs for the first microbatch of a step, whose sums are products, and takes zeros in place of
+    the sums of gradients; compiled code adds to them.
 
     backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs like ``given`` (None: like
     the graph's own), and chooses the strides of the results ``any_strides``. Raises ValueError for another backend, and
@@ -243,7 +245,7 @@ def bind(
         run, made = compile_step(explicit, groups.device, given, any_strides, COMPILED)
         by_operators = functools.partial(_lower, gm, _Eager(groups, comms, experts))
         return Lowered(run, traffic, gm.code, comms, made=made, by_operators=by_operators)
-    lowered = _lower(gm, _Eager(groups, comms, experts), pauses)
+    lowered = _lower(gm, _Eager(groups, comms, experts, first), pauses)
     if all(node.target is not pause_here for node in lowered.graph.nodes):
         return Lowered(lowered.forward, traffic, lowered.code, comms, lowered)
     return Lowered(run_to_end(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
@@ -367,14 +369,26 @@ class _Traced:
     local = start
 
     def other(self, node: Node, new: Node) -> None:
-        """Leaves it."""
+        if donated(node) is not None:
+            new.target = _add_product
+
+
+@operator("(Tensor(a!) total, Tensor a, Tensor b) -> ()", lambda total, a, b: None, writes=["total"])
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a [M, K] times b [K, N] to total [M, N], in place in compiled code as well."""
+    total.addmm_(a, b)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    ours.add_product.default(total, a, b)
+    return total
 
 
 class _Eager:
     """What those of a graph call that runs operator by operator; as `_Traced`."""
 
-    def __init__(self, groups: Groups, comms: Comms, experts: Experts | None) -> None:
-        self._groups, self._comms, self._experts = groups, comms, experts
+    def __init__(self, groups: Groups, comms: Comms, experts: Experts | None, first: bool = False) -> None:
+        self._groups, self._comms, self._experts, self._first = groups, comms, experts, first
 
     def start(self, node: Node) -> Callable[..., Any]:
         if node.target in COPIES:
@@ -415,6 +429,8 @@ class _Eager:
         if node.target in OPERATORS:
             new.target = self._comms.function_of(node.target, node.args, node.name)
         given = overwritten(node)
+        if self._first and donated(node) is not None:
+            new.target, new.args, given = aten.mm.default, new.args[1:], None
         bypass_dispatch(new, None if given is None else node.args.index(given))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import outputs, placeholders
+from autopar.ir.waits import donated
 from autopar.runtime.comm.p2p import Channels
 from autopar.runtime.exec.global_statistics import StatisticsProgram
 from autopar.runtime.exec.instructions import (
@@ -41,13 +42,14 @@ from autopar.schedule.order_checks import acknowledged
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph, grad, is_a, of
 from autopar.steps.of_rank import backwards, graph_of
 
-Bind = Callable[[StepGraph], Lowered]
+Bind = Callable[[StepGraph, bool], Lowered]
 
 
 class ProgramBuilder:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
-    runnable. ``results``: outputs of F to keep, of the last microbatch. ``share``: sums values over stages, where
-    there are some. ``over_replicas``: sums totals over replicas."""
+    runnable, also for the first microbatch alone. ``compiled``: whether it compiles them. ``results``: outputs of F to
+    keep, of the last microbatch. ``share``: sums values over stages, where there are some. ``over_replicas``: sums
+    totals over replicas."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class ProgramBuilder:
         order: Order,
         rank: int,
         bind: Bind,
+        compiled: bool,
         inputs: StepInputs,
         channels: Channels,
         device: torch.device,
@@ -68,8 +71,8 @@ class ProgramBuilder:
         self.over_replicas = over_replicas
         self.channels, self.device = channels, device
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
-        self._bind = bind
-        self.bound: dict[int, Lowered] = {}
+        self._bind, self.compiled = bind, compiled
+        self.bound: dict[tuple[int, bool], Lowered] = {}
         self.tangents: dict[str, list[int]] = {}
         self.losses: dict[str, int] = {}
         self.wanted = results
@@ -109,29 +112,35 @@ class ProgramBuilder:
 
     # --- graphs -------------------------------------------------------------------------------------------
 
-    def bind(self, graph: StepGraph) -> Lowered:
-        bound = self.bound.get(id(graph))
-        if bound is None:
-            bound = self.bound[id(graph)] = self._bind(graph)
-        return bound
+    def bind(self, graph: StepGraph, first: bool = False) -> Lowered:
+        key = id(graph), first
+        if key not in self.bound:
+            self.bound[key] = self._bind(graph, first)
+        return self.bound[key]
 
-    def run(self, entry: BoundAction, graph: StepGraph, reads: list[int], writes: list[int]) -> None:
-        entry.graphs.append(self.bind(graph))
+    def run(
+        self, entry: BoundAction, graph: StepGraph, reads: list[int], writes: list[int], first: bool = False
+    ) -> None:
+        entry.graphs.append(self.bind(graph, first))
         entry.instructions.append(Instruction(entry.graphs[-1], reads, writes))
 
     def run_unit(self, entry: BoundAction, graph: StepGraph, unit: Unit) -> None:
-        self._start_sums(entry, graph, unit)
-        self.run(entry, graph, *self._unit_slots(graph, unit))
+        first = self._start_sums(entry, graph, unit)
+        self.run(entry, graph, *self._unit_slots(graph, unit), first)
 
-    def _start_sums(self, entry: BoundAction, graph: StepGraph, unit: Unit) -> None:
-        """Zeros for the gradients of earlier microbatches that the first backwards take."""
+    def _start_sums(self, entry: BoundAction, graph: StepGraph, unit: Unit) -> bool:
+        """Zeros for the gradients of earlier microbatches that the first backwards take. Whether the graph runs without
+        any: its products are the first sums."""
         given = zip(graph.inputs, placeholders(graph.graph), strict=True)
-        missing = {self.values.value(unit, name): x.meta["val"] for name, x in given if is_a(name, "sum")}
-        missing = {slot: like for slot, like in missing.items() if slot not in self.started}
+        sums = {self.values.value(unit, name): x.meta["val"] for name, x in given if is_a(name, "sum")}
+        missing = {slot: like for slot, like in sums.items() if slot not in self.started}
         self.started |= missing.keys()
+        in_place = any(donated(node) is not None for node in graph.graph.graph.nodes)
+        first = in_place and bool(missing) and len(missing) == len(sums) and not self.compiled
         if missing:
-            compiled = self.bind(graph).made is not None  # its code asserts strides
-            entry.instructions.append(Instruction(no_sums(missing.values(), self.device, compiled), [], [*missing]))
+            dense = self.compiled or (in_place and not first)  # its code asserts strides, or writes to them
+            entry.instructions.append(Instruction(no_sums(missing.values(), self.device, dense), [], [*missing]))
+        return first
 
     def _unit_slots(self, graph: StepGraph, unit: Unit) -> tuple[list[int], list[int]]:
         """(reads, writes) of a graph of a unit."""
