@@ -44,7 +44,7 @@ def _fuse(earlier: Node, total: Node) -> None:
     first, user = last, total
     while is_call(first, aten.addmm.default) and _only_adds(first, user) and isinstance(first.args[0], Node):
         first, user = first.args[0], first
-    if is_call(first, aten.mm.default) and _only_adds(first, user):
+    if is_call(first, aten.mm.default) and _only_adds(first, user) and _alike(first, earlier):
         product = insert_call(first, aten.addmm.default, (earlier, *first.args), like=first, val=first.meta["val"])
         total.replace_all_uses_with(product if last is first else last)
         first.replace_all_uses_with(product)
@@ -54,5 +54,9 @@ def _fuse(earlier: Node, total: Node) -> None:
 
 def _only_adds(x: Node, user: Node) -> bool:
     """Whether ``user`` is all that reads x, and has its shape and dtype."""
-    own, made = x.meta["val"], user.meta["val"]
-    return list(x.users) == [user] and (own.shape, own.dtype) == (made.shape, made.dtype) and not x.kwargs
+    return list(x.users) == [user] and _alike(x, user) and not x.kwargs
+
+
+def _alike(x: Node, y: Node) -> bool:
+    own, other = x.meta["val"], y.meta["val"]
+    return bool((own.shape, own.dtype) == (other.shape, other.dtype))

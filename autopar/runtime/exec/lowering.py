@@ -30,7 +30,7 @@ from torch.fx.graph import CodeGen
 
 from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of, name_of
-from autopar.ir.graph import module_path, outputs
+from autopar.ir.graph import is_call, module_path, outputs
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
 from autopar.ir.waits import WaitPlaces, donated, is_started, overwritten, pauses_at
@@ -369,7 +369,7 @@ class _Traced:
     local = start
 
     def other(self, node: Node, new: Node) -> None:
-        if donated(node) is not None:
+        if is_call(node, aten.addmm.default) and overwritten(node) is not None:
             new.target = _add_product
 
 
