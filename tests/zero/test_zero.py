@@ -234,7 +234,7 @@ def test_what_each_mode_holds() -> None:
 
 def test_each_mode_needs_less_than_the_one_before() -> None:
     """Small gradients that travel together are whole until the last of them is made: those of a layer, not of all. Two
-    layers and what is on its way are all of a model of two layers, and more than zero=2 saves of four; this one has 8."""
+    layers and what is on its way are all of a model of two layers, and more than zero=2 saves of four: hence eight."""
     captured = captured_once(*tiny("llama", layers=8))
 
     def peak(zero: int) -> int:
