@@ -41,8 +41,8 @@ def padding() -> Iterator[list[Lowered]]:
 
     bound: list[Lowered] = []
 
-    def seen(*args: Any) -> Lowered:
-        bound.append(bind(*args))
+    def seen(*args: Any, **how: Any) -> Lowered:
+        bound.append(bind(*args, **how))
         return bound[-1]
 
     settings = {"disable_padding_cpu": False, "padding_stride_threshold": 32}

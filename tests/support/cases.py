@@ -270,14 +270,15 @@ def with_schedule(made: Compiled, name: str) -> Compiled:
 def bound_once() -> Iterator[None]:
     """Within: all executors of a mesh share what is bound of a graph, unless it has attention over ranks, which counts
     what it sends and may be renamed."""
-    known: dict[int, tuple[GraphModule, Lowered]] = {}  # by id, and alive
+    known: dict[tuple[int, bool], tuple[GraphModule, Lowered]] = {}  # by id, and alive
 
-    def once(gm: GraphModule, *args: Any) -> Lowered:
+    def once(gm: GraphModule, *args: Any, first: bool = False) -> Lowered:
         if any(node.target in OPERATORS for node in gm.graph.nodes):
-            return bind(gm, *args)
-        if id(gm) not in known:
-            known[id(gm)] = gm, bind(gm, *args)
-        return known[id(gm)][1]
+            return bind(gm, *args, first=first)
+        key = id(gm), first
+        if key not in known:
+            known[key] = gm, bind(gm, *args, first=first)
+        return known[key][1]
 
     executors.bind = once  # type: ignore[assignment]
     try:
