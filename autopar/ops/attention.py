@@ -8,7 +8,8 @@ Scores, in this order: s = scale * q.k; softcap: s = cap * tanh(s / cap); s += b
 one further logit per head, in the denominator only. A row without any allowed key returns out = 0 and lse = -inf (its
 sink, if there is one). Half types accumulate in float32.
 
-The first of `autopar.ops.kernels` that applies computes it.
+The first of `autopar.ops.kernels` that applies computes it. For a CPU a compiler traces that kernel, where nothing in
+it depends on values: it fuses the softcap and the masks of plain products, and calls torch's kernel without Python.
 """
 
 from __future__ import annotations
@@ -29,7 +30,22 @@ def rows_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@operator(f"(Tensor q, Tensor k, Tensor v, {FACTS}) -> (Tensor out, Tensor lse)")
+def _traceable(q: Tensor, facts: MaskSpec) -> bool:
+    """Whether a compiler may trace the kernel: on a CPU, and no choice by values, no random bits and no documents."""
+    return q.device.type == "cpu" and facts.bias is None and facts.segments is None and not facts.dropout
+
+
+def _traced(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> Any:
+    known = MaskSpec(*facts)
+    return _computed(q, k, v, known) if _traceable(q, known) else NotImplemented
+
+
+def _computed(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
+    out, lse = kernels.forward(q, k, v, facts)
+    return rows_first(out.to(q.dtype)), lse.contiguous()
+
+
+@operator(f"(Tensor q, Tensor k, Tensor v, {FACTS}) -> (Tensor out, Tensor lse)", compiled=_traced)
 def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq].
 
@@ -39,8 +55,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
     known = MaskSpec(*facts)
     if q.device.type != "cpu":  # otherwise `kernels.backward` looks for them
         kernels.note_blocked_rows(known.bias)
-    out, lse = kernels.forward(q, k, v, known)
-    return rows_first(out.to(q.dtype)), lse.contiguous()
+    return _computed(q, k, v, known)
 
 
 @attention.register_fake
@@ -55,9 +70,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, size, dtype=wide(q.dtype))
 
 
+def _traced_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any) -> Any:
+    return _gradients(grad, q, k, v, out, lse, *facts) if _traceable(q, MaskSpec(*facts[:-1])) else NotImplemented
+
+
 @operator(
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {FACTS}, bool bias_needs_grad) -> "
-    "(Tensor q_grad, Tensor k_grad, Tensor v_grad, Tensor bias_grad, Tensor sinks_grad)"
+    "(Tensor q_grad, Tensor k_grad, Tensor v_grad, Tensor bias_grad, Tensor sinks_grad)",
+    compiled=_traced_backward,
 )
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
@@ -67,6 +87,12 @@ def attention_backward(
     ``out`` and ``lse`` may be those of a larger attention, with more keys and values (merged results): with
     p = exp(s - lse) and delta = rowsum(grad * out) the gradient is exact for each subset of keys.
     """
+    return _gradients(grad, q, k, v, out, lse, *facts)
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *rest, bias_needs_grad = facts
     known = MaskSpec(*rest)
     to_sinks = sinks_grad(grad, out, lse, known)
