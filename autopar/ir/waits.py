@@ -105,20 +105,24 @@ def pauses_at(collectives: Iterable[Node], axis: str) -> bool:
 def overwritten(node: Node) -> Node | None:
     """The operand that a call overwrites with its result, if any: of an all-reduce, of a sum of two values, and of a
     sum that a product is added to, which the graph may have been given for it."""
+    if (given := donated(node)) is not None:
+        return given
     if is_call(node, torch.ops.autopar.all_reduce.default):
         may = [node.args[0]]
     elif is_call(node, aten.add.Tensor, aten.addmm.default) and not node.kwargs:
         may = [x for x in node.args[: 2 if node.target is aten.add.Tensor else 1] if _fits(x, node)]
     else:
         return None
-    if (given := donated(node)) is not None:
-        return given
     return next((x for x in may if isinstance(x, Node) and is_temporary(x, node)), None)
+
+
+ADDED = {aten.mm.default: aten.addmm.default, aten.mul.Tensor: aten.addcmul.default}  # a product -> a sum and it
+PRODUCTS = {added: product for product, added in ADDED.items()}
 
 
 def donated(node: Node) -> Node | None:
     """The sum of earlier microbatches that a product is added to in place, if it is."""
-    if not is_call(node, aten.addmm.default) or node.kwargs:
+    if node.target not in PRODUCTS or node.kwargs:
         return None
     given = node.args[0]
     alone = isinstance(given, Node) and given.meta.get("donated") and list(given.users) == [node]

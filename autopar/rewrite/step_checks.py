@@ -32,6 +32,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.mesh import IN_TIME, Mesh
 from autopar.ir.placement import Shard, dual
+from autopar.ir.waits import PRODUCTS
 from autopar.ops.traits import COLLECTIVES
 from autopar.rewrite.compilation import Compilation
 from autopar.rules.local_type_rules import held_results
@@ -194,7 +195,7 @@ def _product(node: Node) -> Node:
         assert isinstance(x, Node)
         factors.append(graph.placeholder(x.name))
         factors[-1].meta = x.meta
-    made = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
+    made = graph.call_function(PRODUCTS[node.target], tuple(factors))
     made.meta = node.meta
     return made
 
@@ -223,7 +224,7 @@ class _Carry:
                 found[node] = [found[node.args[0]][node.args[1]]]
             elif is_call(node, torch.ops.aten.add.Tensor) and node.args[1] in sums:
                 found[node] = found[node.args[0]]  # a sum has the type of its addends
-            elif is_call(node, torch.ops.aten.addmm.default) and node.args[0] in sums:
+            elif node.target in PRODUCTS and node.args[0] in sums:
                 found[node] = self._call(_product(node), tuple(found[x][0] for x in node.args[1:]))
             elif node.op == "call_function":
                 found[node] = self._call(node, tuple(found[x][0] for x in tensor_operands(node)))

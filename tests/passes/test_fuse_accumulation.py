@@ -19,6 +19,7 @@ from autopar.cost.memory import memory
 from autopar.ir.graph import calls_of, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import storages
+from autopar.ir.waits import PRODUCTS
 from autopar.options import Options
 from autopar.passes.step.fuse_accumulation import FuseAccumulation
 from autopar.rewrite.compilation import Compilation
@@ -40,7 +41,7 @@ def fused(function: Callable[..., Any], *inputs: Tensor) -> tuple[list[str], boo
     torch.testing.assert_close(gm(*inputs), expected, rtol=1e-12, atol=1e-12)
     names = [str(n.target).removeprefix("aten.") for n in gm.graph.nodes if n.op == "call_function"]
     behind = storages(gm, in_place=True)
-    return names, any(behind[n] == ((earlier, 0),) for n in calls_of(gm.graph, aten.addmm.default))
+    return names, any(behind[n] == ((earlier, 0),) for n in calls_of(gm.graph, *PRODUCTS))
 
 
 A, B = torch.randn(4, 3).double(), torch.randn(3, 5).double()
@@ -55,6 +56,15 @@ def test_a_chain_of_products() -> None:
     """As a weight that is used several times, or a head whose loss is computed in chunks, has it."""
     chain = lambda a, b, s: aten.addmm(aten.addmm(aten.mm(a, b), a, b), a, b) + s  # noqa: E731
     assert fused(chain, A, B, SUM) == (["addmm.default"] * 3, True)
+
+
+def test_a_product_of_elements() -> None:
+    """As the gradient of a head that the forward has made is scaled."""
+    scaled = lambda a, b, s: aten.mul(a, b) + s  # noqa: E731
+    for scale in (torch.tensor(2.0), torch.tensor(2.0).double(), torch.rand(5).double()):
+        assert fused(scaled, SUM.clone(), scale, SUM) == (["addcmul.default"], True)
+    names, over = fused(scaled, SUM.float(), torch.rand(5).double(), SUM)
+    assert names == ["mul.Tensor", "add.Tensor"] and not over
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of,
 from autopar.ir.graph import is_call, module_path, outputs
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
-from autopar.ir.waits import WaitPlaces, donated, is_started, overwritten, pauses_at
+from autopar.ir.waits import PRODUCTS, WaitPlaces, donated, is_started, overwritten, pauses_at
 from autopar.ops.declare import COMPILED, operator
 from autopar.ops.padded_pieces import padded_size
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES, LOCAL
@@ -75,7 +75,7 @@ METHODS: dict[Any, str] = {
 }
 
 
-IN_PLACE = {aten.add.Tensor: "add_", aten.addmm.default: "addmm_"}
+IN_PLACE = {aten.add.Tensor: "add_", aten.addmm.default: "addmm_", aten.addcmul.default: "addcmul_"}
 
 
 def bypass_dispatch(node: Node, overwritten: int | None = None) -> None:
@@ -371,6 +371,8 @@ class _Traced:
     def other(self, node: Node, new: Node) -> None:
         if is_call(node, aten.addmm.default) and overwritten(node) is not None:
             new.target = _add_product
+        elif donated(node) is not None:
+            new.target = _add_elementwise
 
 
 @operator("(Tensor(a!) total, Tensor a, Tensor b) -> ()", lambda total, a, b: None, writes=["total"])
@@ -382,6 +384,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     ours.add_product.default(total, a, b)
     return total
+
+
+def _add_elementwise(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return total.copy_(aten.addcmul.default(total, a, b))
 
 
 class _Eager:
@@ -430,7 +436,7 @@ class _Eager:
             new.target = self._comms.function_of(node.target, node.args, node.name)
         given = overwritten(node)
         if self._first and donated(node) is not None:
-            new.target, new.args, given = aten.mm.default, new.args[1:], None
+            new.target, new.args, given = PRODUCTS[node.target], new.args[1:], None
         bypass_dispatch(new, None if given is None else node.args.index(given))
 
 
