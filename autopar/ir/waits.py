@@ -116,8 +116,11 @@ def overwritten(node: Node) -> Node | None:
     return next((x for x in may if isinstance(x, Node) and is_temporary(x, node)), None)
 
 
-ADDED = {aten.mm.default: aten.addmm.default, aten.mul.Tensor: aten.addcmul.default}  # a product -> a sum and it
-PRODUCTS = {added: product for product, added in ADDED.items()}
+ADDED: dict[Any, Any] = {  # a product -> a sum and the product
+    aten.mm.default: aten.addmm.default,
+    aten.mul.Tensor: aten.addcmul.default,
+}
+PRODUCTS: dict[Any, Any] = {added: product for product, added in ADDED.items()}
 
 
 def donated(node: Node) -> Node | None:
