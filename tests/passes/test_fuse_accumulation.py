@@ -183,7 +183,7 @@ class _Products(TorchDispatchMode):
 def on_ranks(sizes: dict[str, int], options: dict[str, Any], backend: str) -> tuple[int, list[int]]:
     """Steps on real ranks, equal to one process; products of the last step."""
     plain, data = Net(), batch()
-    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
+    mesh = autopar.init_mesh("cpu", 240.0, **sizes)
     count, mine = sizes.get("dp", 1), data
     if count > 1:
         mine = {n: x.chunk(count)[mesh.get_local_rank("dp")] for n, x in data.items()}
@@ -224,5 +224,5 @@ def test_on_ranks(sizes: dict[str, int], options: dict[str, Any]) -> None:
 
 
 def test_compiled_code_adds_in_place() -> None:
-    for _, added in run_ranks(2, on_ranks, {"dp": 2}, {"microbatches": 2}, "inductor"):
+    for _, added in run_ranks(2, on_ranks, {"dp": 2}, {"microbatches": 2}, "inductor", timeout=240.0):
         assert len(set(added)) == 1 and len(added) >= 2
