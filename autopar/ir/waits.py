@@ -116,16 +116,16 @@ def overwritten(node: Node) -> Node | None:
     return next((x for x in may if isinstance(x, Node) and is_temporary(x, node)), None)
 
 
-ADDED: dict[Any, Any] = {  # a product -> a sum and the product
+SUM_OF: dict[Any, Any] = {  # a product -> a sum and the product
     aten.mm.default: aten.addmm.default,
     aten.mul.Tensor: aten.addcmul.default,
 }
-PRODUCTS: dict[Any, Any] = {added: product for product, added in ADDED.items()}
+PRODUCT_OF: dict[Any, Any] = {added: product for product, added in SUM_OF.items()}
 
 
 def donated(node: Node) -> Node | None:
     """The sum of earlier microbatches that a product is added to in place, if it is."""
-    if node.target not in PRODUCTS or node.kwargs:
+    if node.target not in PRODUCT_OF or node.kwargs:
         return None
     given = node.args[0]
     alone = isinstance(given, Node) and given.meta.get("donated") and list(given.users) == [node]

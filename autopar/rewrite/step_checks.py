@@ -32,7 +32,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.mesh import IN_TIME, Mesh
 from autopar.ir.placement import Shard, dual
-from autopar.ir.waits import PRODUCTS
+from autopar.ir.waits import PRODUCT_OF
 from autopar.ops.traits import COLLECTIVES
 from autopar.rewrite.compilation import Compilation
 from autopar.rules.local_type_rules import held_results
@@ -195,7 +195,7 @@ def _product(node: Node) -> Node:
         assert isinstance(x, Node)
         factors.append(graph.placeholder(x.name))
         factors[-1].meta = x.meta
-    made = graph.call_function(PRODUCTS[node.target], tuple(factors))
+    made = graph.call_function(PRODUCT_OF[node.target], tuple(factors))
     made.meta = node.meta
     return made
 
@@ -224,7 +224,7 @@ class _Carry:
                 found[node] = [found[node.args[0]][node.args[1]]]
             elif is_call(node, torch.ops.aten.add.Tensor) and node.args[1] in sums:
                 found[node] = found[node.args[0]]  # a sum has the type of its addends
-            elif node.target in PRODUCTS and node.args[0] in sums:
+            elif node.target in PRODUCT_OF and node.args[0] in sums:
                 found[node] = self._call(_product(node), tuple(found[x][0] for x in node.args[1:]))
             elif node.op == "call_function":
                 found[node] = self._call(node, tuple(found[x][0] for x in tensor_operands(node)))

@@ -19,7 +19,7 @@ from autopar.cost.memory import memory
 from autopar.ir.graph import calls_of, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import storages
-from autopar.ir.waits import PRODUCTS
+from autopar.ir.waits import PRODUCT_OF
 from autopar.options import Options
 from autopar.passes.step.fuse_accumulation import FuseAccumulation
 from autopar.rewrite.compilation import Compilation
@@ -41,7 +41,7 @@ def fused(function: Callable[..., Any], *inputs: Tensor) -> tuple[list[str], boo
     torch.testing.assert_close(gm(*inputs), expected, rtol=1e-12, atol=1e-12)
     names = [str(n.target).removeprefix("aten.") for n in gm.graph.nodes if n.op == "call_function"]
     behind = storages(gm, in_place=True)
-    return names, any(behind[n] == ((earlier, 0),) for n in calls_of(gm.graph, *PRODUCTS))
+    return names, any(behind[n] == ((earlier, 0),) for n in calls_of(gm.graph, *PRODUCT_OF))
 
 
 A, B = torch.randn(4, 3).double(), torch.randn(3, 5).double()

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import insert_call, is_call, placeholders
-from autopar.ir.waits import ADDED
+from autopar.ir.waits import SUM_OF
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 
@@ -47,8 +47,8 @@ def _fuse(earlier: Node, total: Node) -> None:
     first, user = last, total
     while is_call(first, aten.addmm.default) and _only_adds(first, user) and isinstance(first.args[0], Node):
         first, user = first.args[0], first
-    if first.target in ADDED and _only_adds(first, user) and _fit(first, earlier):
-        product = insert_call(first, ADDED[first.target], (earlier, *first.args), like=first, val=first.meta["val"])
+    if first.target in SUM_OF and _only_adds(first, user) and _fit(first, earlier):
+        product = insert_call(first, SUM_OF[first.target], (earlier, *first.args), like=first, val=first.meta["val"])
         total.replace_all_uses_with(product if last is first else last)
         first.replace_all_uses_with(product)
         total.graph.erase_node(total)

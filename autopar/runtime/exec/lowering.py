@@ -33,7 +33,7 @@ from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of,
 from autopar.ir.graph import is_call, module_path, outputs
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
-from autopar.ir.waits import PRODUCTS, WaitPlaces, donated, is_started, overwritten, pauses_at
+from autopar.ir.waits import PRODUCT_OF, WaitPlaces, donated, is_started, overwritten, pauses_at
 from autopar.ops.declare import COMPILED, operator
 from autopar.ops.padded_pieces import padded_size
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES, LOCAL
@@ -436,7 +436,7 @@ class _Eager:
             new.target = self._comms.function_of(node.target, node.args, node.name)
         given = overwritten(node)
         if self._first and donated(node) is not None:
-            new.target, new.args, given = PRODUCTS[node.target], new.args[1:], None
+            new.target, new.args, given = PRODUCT_OF[node.target], new.args[1:], None
         bypass_dispatch(new, None if given is None else node.args.index(given))
 
 

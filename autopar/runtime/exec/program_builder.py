@@ -134,12 +134,13 @@ class ProgramBuilder:
         given = zip(graph.inputs, placeholders(graph.graph), strict=True)
         sums = {self.values.value(unit, name): x.meta["val"] for name, x in given if is_a(name, "sum")}
         missing = {slot: like for slot, like in sums.items() if slot not in self.started}
+        if not missing:
+            return False
         self.started |= missing.keys()
         in_place = any(donated(node) is not None for node in graph.graph.graph.nodes)
-        first = in_place and bool(missing) and len(missing) == len(sums) and not self.compiled
-        if missing:
-            dense = self.compiled or (in_place and not first)  # its code asserts strides, or writes to them
-            entry.instructions.append(Instruction(no_sums(missing.values(), self.device, dense), [], [*missing]))
+        first = in_place and len(missing) == len(sums) and not self.compiled
+        dense = self.compiled or (in_place and not first)  # its code asserts strides, or writes to them
+        entry.instructions.append(Instruction(no_sums(missing.values(), self.device, dense), [], [*missing]))
         return first
 
     def _unit_slots(self, graph: StepGraph, unit: Unit) -> tuple[list[int], list[int]]:
